@@ -62,7 +62,7 @@ class Own:
         for kind, names in (
             (_Recorder, ("end_step", "finish")),
             (Fingerprint, ("of",)),
-            (Invariants, ("look", "_norm")),
+            (Invariants, ("take_snapshot",)),
         ):
             for name in names:
                 setattr(kind, name, self._timed(getattr(kind, name)))

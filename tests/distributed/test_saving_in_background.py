@@ -50,15 +50,15 @@ def save_both_ways(root: str, strategy: str) -> Any:
     steps = At(3, 7)
     whole = make_trainer(folder / "later", steps, **SHARINGS[strategy])
     sizes: set[int] = set()
-    make = HostCopies._make
+    make = HostCopies._allocate
 
     def note(self: HostCopies, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
         sizes.add(like.numel())
         return make(self, like, is_pinned=is_pinned)
 
-    HostCopies._make = note  # type: ignore[method-assign]
+    HostCopies._allocate = note  # type: ignore[method-assign]
     whole.train()
-    HostCopies._make = make  # type: ignore[method-assign]
+    HostCopies._allocate = make  # type: ignore[method-assign]
     stopped = make_trainer(folder / "parts", At(3), StopAt(5), **SHARINGS[strategy])
     stopped.train()
     resumed = make_trainer(folder / "parts", **SHARINGS[strategy])

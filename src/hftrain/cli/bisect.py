@@ -13,7 +13,7 @@ from hftrain.extras.flight.observing import first_difference
 from hftrain.extras.flight.reading import first_parting, read_ledger, read_sessions, shortened
 
 # What rounds all numbers differently, and a unit in the last place of 1 in types coarser than float32.
-_ROUNDED = ("argument bf16", "argument fp16", "argument tf32", "precision", "strategy", "world_size")
+_ROUNDING_SETTINGS = ("argument bf16", "argument fp16", "argument tf32", "precision", "strategy", "world_size")
 _UNITS = {"bf16": 2.0**-7, "fp16": 2.0**-10, "tf32": 2.0**-10}
 
 
@@ -28,13 +28,14 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
         output: A new folder for what was observed; None: ``bisect``.
         steps: How many steps to compare; None: all, or 200 if the runs round differently.
     """
-    ledgers, around = [ledger_with(run) for run in runs], _differences_around(runs)
-    told = [f"{name}: {shortened(one)} and {shortened(two)}" for name, (one, two) in around.items()]
-    causes = [name for name in _ROUNDED if name in around]
-    most = 200 if causes and steps is None else steps
-    ledgers = [{at: each for at, each in ledger.items() if most is None or at <= most} for ledger in ledgers]
+    ledgers, settings = [ledger_with(run) for run in runs], _setting_differences(runs)
+    described = [f"{name}: {shortened(first)} and {shortened(second)}" for name, (first, second) in settings.items()]
+    causes = [name for name in _ROUNDING_SETTINGS if name in settings]
+    max_step = 200 if causes and steps is None else steps
+    if max_step is not None:
+        ledgers = [{step: ledger[step] for step in ledger if step <= max_step} for ledger in ledgers]
     last = min(max(ledger, default=0) for ledger in ledgers)
-    lines, where, how, folder = list[str](), None, "to the bit", new_folder(output or "bisect", what="observe")
+    lines, module, how, folder = list[str](), None, "to the bit", new_folder(output or "bisect", what="observe")
     if causes:
         how = "up to rounding"
         lines = [f"Compared up to rounding, and to step {last}, because these differ: {', '.join(causes)}"]
@@ -46,33 +47,34 @@ def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | 
         step, names, values = first_parting(*ledgers)
     if step is None:
         lines.append(f"The runs are the same {how} up to step {last}.")
-        return Answer([*lines, *told], {"step": None, "around": told})
+        return Answer([*lines, *described], {"step": None, "around": described})
     lines.append(f"step {step}: {values}")
     if names[0] not in ("samples", "rate"):  # else the modules had other input, or were the same
-        found = [do_step_apart(run, step, folder / name) for run, name in zip(runs, "ab", strict=True)]
-        for run, ledger, each in zip(runs, ledgers, found, strict=True):
-            if (parted := first_parting(ledger, read_ledger(each)))[0] is not None:
-                lines.append(f"Done again, {run} is not the same: step {parted[0]}: {parted[2]}")
-        found += [do_step_apart(runs[0], step, folder / "perturbed-step", unit=unit)] if causes else []
-        modules = [read_ranks(each, "modules") for each in found]
+        folders = [do_step_apart(run, step, folder / name) for run, name in zip(runs, "ab", strict=True)]
+        for run, ledger, replayed in zip(runs, ledgers, folders, strict=True):
+            own_step, _, own_values = first_parting(ledger, read_ledger(replayed))
+            if own_step is not None:
+                lines.append(f"Done again, {run} is not the same: step {own_step}: {own_values}")
+        folders += [do_step_apart(runs[0], step, folder / "perturbed-step", unit=unit)] if causes else []
+        modules = [read_ranks(replayed, "modules") for replayed in folders]
         if causes:
             has_backward = "world_size" not in causes and "fp16" not in types
-            where = first_module_apart(modules, has_backward=has_backward)
+            module = first_module_apart(modules, has_backward=has_backward)
             how += "" if has_backward else ", whose gradients are not compared"
         else:
-            where = first_difference(*modules)
-        lines.append(f"step {step}, {where}" if where else f"All modules of that step are the same {how}.")
-    return Answer([*lines, *told], {"step": step, "differs": names, "where": where, "around": told})
+            module = first_difference(*modules)
+        lines.append(f"step {step}, {module}" if module else f"All modules of that step are the same {how}.")
+    return Answer([*lines, *described], {"step": step, "differs": names, "where": module, "around": described})
 
 
-def _differences_around(runs: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
-    mine, other = ({**read_sessions(run)[-1], **vars(read_run(run, name=run))} for run in runs)
-    for what in ("arguments", "versions", "data", "environment"):
-        one, two = mine.get(what), other.get(what)
-        if one is not None and two is not None:
-            for name in sorted({*one, *two} - {"output_dir", "logging_dir", "run_name"}):
-                found[f"{what.removesuffix('s')} {name}"] = one.get(name), two.get(name)
+def _setting_differences(runs: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    pairs: dict[str, tuple[Any, Any]] = {}
+    first, second = ({**read_sessions(run)[-1], **vars(read_run(run, name=run))} for run in runs)
+    for group in ("arguments", "versions", "data", "environment"):
+        values, other_values = first.get(group), second.get(group)
+        if values is not None and other_values is not None:
+            for name in sorted({*values, *other_values} - {"output_dir", "logging_dir", "run_name"}):
+                pairs[f"{group.removesuffix('s')} {name}"] = values.get(name), other_values.get(name)
     for name in ("precision", "strategy", "world_size"):
-        found[name] = mine.get(name, other.get(name)), other.get(name, mine.get(name))
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+        pairs[name] = first.get(name, second.get(name)), second.get(name, first.get(name))
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

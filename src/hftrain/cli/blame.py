@@ -31,10 +31,10 @@ from hftrain.extras.flight.reading import (
 from hftrain.extras.flight.split import PHASES, read_split
 from hftrain.storage.tensors import load_containers
 
-_MOST_TOKENS = 60
-_NEAR = 32
-_MOST_REPLAYS = 3
-_MOST_ROWS = 8
+_MAX_TOKENS = 60
+_NUM_NEIGHBOURS = 32
+_MAX_REPLAYS = 3
+_MAX_ROWS = 8
 
 
 @dataclass
@@ -74,16 +74,16 @@ def find_spikes(ledger: Lines) -> dict[int, tuple[float, float]]:
     """
     steps = list(ledger)
     losses = [sum(map(total_loss, lines)) / len(lines) for lines in ledger.values()]
-    told = [lines[0].get("norm") for lines in ledger.values()]
-    norms = [float(norm) if isinstance(norm, (int, float)) else math.nan for norm in told]
-    found: dict[int, tuple[float, float]] = {}
-    for place, step in enumerate(steps):
-        others = slice(max(0, place - WINDOW), place) if place >= MIN_STEPS else slice(0, 2 * MIN_STEPS)
-        loss, norm = losses[place], norms[place]
-        is_out = not loss <= limit_of(losses[others])
-        if is_out or (ledger[step][0].get("norm") is not None and not norm <= limit_of(norms[others])):
-            found[step] = loss, norm
-    return found
+    logged_norms = [lines[0].get("norm") for lines in ledger.values()]
+    norms = [float(norm) if isinstance(norm, (int, float)) else math.nan for norm in logged_norms]
+    spikes: dict[int, tuple[float, float]] = {}
+    for position, step in enumerate(steps):
+        neighbours = slice(max(0, position - WINDOW), position) if position >= MIN_STEPS else slice(0, 2 * MIN_STEPS)
+        loss, norm = losses[position], norms[position]
+        is_outlier = not loss <= limit_of(losses[neighbours])
+        if is_outlier or (ledger[step][0].get("norm") is not None and not norm <= limit_of(norms[neighbours])):
+            spikes[step] = loss, norm
+    return spikes
 
 
 def suspects_of(ledger: Lines, steps: Sequence[int]) -> list[Suspect]:
@@ -92,63 +92,76 @@ def suspects_of(ledger: Lines, steps: Sequence[int]) -> list[Suspect]:
     If none does, the first one of each step; without losses of samples, those of the micro-batch with the highest loss
     of each step.
     """
-    found: dict[str, Suspect] = {}
-    others: list[Suspect] = []
+    suspects: dict[str, Suspect] = {}
+    worst: list[Suspect] = []
     for step in steps:
-        entries = [each for line in ledger[step] for each in _entries(line)]
-        worst = max((math.inf if math.isnan(each.size) else each.size for each in entries), default=0.0)
-        near = [line for other in range(step - _NEAR, step + _NEAR + 1) for line in ledger.get(other, ())]
-        own = [each for line in near for each in _entries(line) if each.is_own]
-        limit, most = limit_of(each.loss for each in own), limit_of(each.norm for each in own if each.norm is not None)
-        for one in entries:
-            is_out = not one.loss <= (limit if one.is_own else math.nextafter(worst, -math.inf))
-            if is_out or (one.norm is not None and not one.norm <= most):
-                first = found.setdefault(json.dumps(one.sample), one)
-                found[json.dumps(one.sample)] = max(first, one, key=lambda each: (math.isnan(each.size), each.size))
-            elif one.size >= worst:
-                others.append(one)
-    found = found or {json.dumps(each.sample): each for each in others}
+        samples = [sample for line in ledger[step] for sample in _samples_of_line(line)]
+        largest = max((math.inf if math.isnan(sample.size) else sample.size for sample in samples), default=0.0)
+        loss_limit, norm_limit = _limits_near(ledger, step)
+        for sample in samples:
+            is_outlier = not sample.loss <= (loss_limit if sample.is_own else math.nextafter(largest, -math.inf))
+            if is_outlier or (sample.norm is not None and not sample.norm <= norm_limit):
+                name = json.dumps(sample.sample)
+                known = suspects.get(name, sample)
+                suspects[name] = max(known, sample, key=lambda suspect: (math.isnan(suspect.size), suspect.size))
+            elif sample.size >= largest:
+                worst.append(sample)
+    suspects = suspects or {json.dumps(sample.sample): sample for sample in worst}
     uses: dict[str, list[int]] = defaultdict(list)
     for step, lines in ledger.items():
-        for each in (each for line in lines for each in _entries(line)):
-            uses[json.dumps(each.sample)].append(step)
-    for name, suspect in found.items():
+        for line in lines:
+            for sample in _samples_of_line(line):
+                uses[json.dumps(sample.sample)].append(step)
+    for name, suspect in suspects.items():
         suspect.steps = sorted(set(uses[name]))
-    return list(found.values())
+    return list(suspects.values())
 
 
-def _entries(line: Mapping[str, Any]) -> Iterator[Suspect]:
-    losses, each, norms = (line.get(name) or [] for name in ("losses", "sample_losses", "sample_norms"))
+def _limits_near(ledger: Lines, step: int) -> tuple[float, float]:
+    """Return the loss and the norm above which a sample stands out among those of the steps around its own."""
+    near = range(step - _NUM_NEIGHBOURS, step + _NUM_NEIGHBOURS + 1)
+    lines = [line for neighbour in near for line in ledger.get(neighbour, ())]
+    samples = [sample for line in lines for sample in _samples_of_line(line) if sample.is_own]
+    norms = (sample.norm for sample in samples if sample.norm is not None)
+    return limit_of(sample.loss for sample in samples), limit_of(norms)
+
+
+def _samples_of_line(line: Mapping[str, Any]) -> Iterator[Suspect]:
+    """Yield the samples of a process's line with their own losses, or else with that of their micro-batch."""
+    losses, sample_losses, norms = (line.get(name) or [] for name in ("losses", "sample_losses", "sample_norms"))
     for number, samples in enumerate(line.get("samples") or []):
-        own = each[number] if number < len(each) else None
-        for place, sample in enumerate(samples or []):
-            if isinstance(own, list) and len(own) == len(samples):
-                yield Suspect(sample, float(own[place]), True, norms[number][place] if norms else None)
+        own_losses = sample_losses[number] if number < len(sample_losses) else None
+        for position, sample in enumerate(samples or []):
+            if isinstance(own_losses, list) and len(own_losses) == len(samples):
+                norm = norms[number][position] if norms else None
+                yield Suspect(sample, float(own_losses[position]), True, norm)
             elif number < len(losses):
                 yield Suspect(sample, float(losses[number]), False)
 
 
-def _replay_each(run: str, ledger: Lines, steps: Sequence[int]) -> tuple[Lines, list[str]]:
+def _replay_steps(run: str, ledger: Lines, steps: Sequence[int]) -> tuple[Lines, list[str]]:
     """Do steps again; return the ledger with the loss and norm of each of their samples, and what there is to say."""
-    changed, lines = dict(ledger), [f"Replayed step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}."]
+    replayed, lines = dict(ledger), [f"Replayed step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}."]
     for step in steps:
         with tempfile.TemporaryDirectory() as folder:
-            found = read_ranks(do_step_apart(run, step, Path(folder), has_samples=True), "samples")
+            rank_results = read_ranks(do_step_apart(run, step, Path(folder), has_samples=True), "samples")
             _, _, difference = first_parting({step: ledger[step]}, read_ledger(folder))
         if difference:
             lines.append(f"step {step} is not the same when it is replayed: {difference}")
-        if problem := found[0]["problem"]:
+        if problem := rank_results[0]["problem"]:
             lines.append(f"step {step}: no losses of samples: {problem}")
-        changed[step] = [_with_losses(line, each["samples"]) for line, each in zip(ledger[step], found, strict=True)]
-    return changed, lines
+        ranks = zip(ledger[step], rank_results, strict=True)
+        replayed[step] = [_with_losses(line, result["samples"]) for line, result in ranks]
+    return replayed, lines
 
 
-def _with_losses(line: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _with_losses(line: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return a process's line of a step with the losses and norms of its samples, if they are the same samples."""
-    parts = [[each for each in found if each["micro_batch"] == number] for number in range(len(line["samples"]))]
-    if [[each["sample"] for each in part] for part in parts] != line["samples"]:
+    numbers = range(len(line["samples"]))
+    parts = [[result for result in results if result["micro_batch"] == number] for number in numbers]
+    if [[result["sample"] for result in part] for part in parts] != line["samples"]:
         return line
-    losses, norms = ([[each[name] for each in part] for part in parts] for name in ("loss", "norm"))
+    losses, norms = ([[result[name] for result in part] for part in parts] for name in ("loss", "norm"))
     return {**line, "sample_losses": losses, "sample_norms": norms}
 
 
@@ -168,38 +181,38 @@ def show_blame(
     """
     ledger = ledger_with(run, step)
     spikes = find_spikes(ledger)
-    looked_at = [step] if step is not None else list(spikes)
-    if not looked_at:
+    step_list = [step] if step is not None else list(spikes)
+    if not step_list:
         return Answer(["No step stands out from those before it."], {"spikes": [], "suspects": []})
     lines: list[str] = []
     if replay:
-        looked_at = looked_at[:_MOST_REPLAYS]
-        ledger, lines = _replay_each(run, ledger, looked_at)
-    suspects = suspects_of(ledger, looked_at)
-    for each in suspects:
-        each.spikes = [step for step in each.steps if step in spikes]
-    suspects.sort(key=_rank)
+        step_list = step_list[:_MAX_REPLAYS]
+        ledger, lines = _replay_steps(run, ledger, step_list)
+    suspects = suspects_of(ledger, step_list)
+    for suspect in suspects:
+        suspect.spikes = [step for step in suspect.steps if step in spikes]
+    suspects.sort(key=_sort_key)
     _show_contents(flight_folder(run).parent, ledger, suspects[:top])
-    lines += [_describe_step(each, spikes, ledger) for each in looked_at[:top]]
-    lines += [f"and {len(looked_at) - top} more" for _ in range(len(looked_at) > top)]
+    lines += [_describe_step(suspect, spikes, ledger) for suspect in step_list[:top]]
+    lines += [f"and {len(step_list) - top} more" for _ in range(len(step_list) > top)]
     lines += ["", *(line for suspect in suspects[:top] for line in _describe(suspect))]
     lines += [f"and {len(suspects) - top} more samples" for _ in range(len(suspects) > top)]
     if not suspects:
         lines.append("The samples of these steps are not known: their loader is not one of hftrain's or torch's.")
-    elif not all(each.is_own for each in suspects):
+    elif not all(number.is_own for number in suspects):
         lines += ["", "Losses are known by micro-batch. For those of samples, replay these steps with --replay, or"]
         lines += ["train with FlightLog(sample_losses=...)."]
     if output is not None:
-        Path(output).write_text(json.dumps([each.sample for each in suspects]) + "\n", encoding="utf-8")
-        first = min((each.steps[0] for each in suspects), default=looked_at[0])
+        Path(output).write_text(json.dumps([suspect.sample for suspect in suspects]) + "\n", encoding="utf-8")
+        first = min((suspect.steps[0] for suspect in suspects), default=step_list[0])
         lines += ["", f"Wrote {len(suspects)} samples to {output}. To go on without them: resume from a checkpoint"]
         lines += [f"before step {first}, with Trainer(..., exclude_samples={output!r})."]
-    data = [vars(each) for each in suspects]
-    return Answer(lines, {"spikes": [{"step": each, "loss": spikes.get(each, (None,))[0]} for each in looked_at],
+    data = [vars(suspect) for suspect in suspects]
+    return Answer(lines, {"spikes": [{"step": number, "loss": spikes.get(number, (None,))[0]} for number in step_list],
                           "suspects": data})  # fmt: skip
 
 
-def _rank(suspect: Suspect) -> tuple[Any, ...]:
+def _sort_key(suspect: Suspect) -> tuple[Any, ...]:
     """Return a sort key: NaN first; then the largest norms or losses, or those that spikes had most often."""
     share = 0.0 if suspect.is_own else len(suspect.spikes) / max(1, len(suspect.steps))
     return not math.isnan(suspect.size), -share, -suspect.size
@@ -228,55 +241,56 @@ def _describe(suspect: Suspect) -> list[str]:
 
 def _show_contents(run: Path, ledger: Lines, suspects: Sequence[Suspect]) -> None:
     rows: dict[str, dict[str, torch.Tensor]] = {}
-    for step in sorted({step for each in suspects for step in each.steps}):
+    for step in sorted({step for suspect in suspects for step in suspect.steps}):
         for rank, line in enumerate(ledger[step]):
             path = run / FOLDER / "spikes" / f"step{step:08d}-rank{rank}.pt"
             with suppress(Exception):  # which torch raises, in many kinds, if it is missing or damaged
                 batches = load_containers(path)
                 for samples, batch in zip(line.get("samples") or [], batches, strict=False):
-                    for place, sample in enumerate(samples or []):
-                        rows[json.dumps(sample)] = _row(batch, place, len(samples))
-    marks = {name: [(key, value.tolist()) for key, value in row.items()] for name, row in rows.items()}
-    for each in suspects:
-        name = json.dumps(each.sample)
+                    for position, sample in enumerate(samples or []):
+                        rows[json.dumps(sample)] = _sample_row(batch, position, len(samples))
+    contents = {name: [(key, value.tolist()) for key, value in row.items()] for name, row in rows.items()}
+    for suspect in suspects:
+        name = json.dumps(suspect.sample)
         if name in rows:
-            each.shown = _look(run, each.sample, rows[name])
-            each.twins = [json.loads(other) for other in marks if other != name and marks[other] == marks[name]]
+            suspect.shown = _describe_content(run, suspect.sample, rows[name])
+            twins = (other for other in contents if other != name and contents[other] == contents[name])
+            suspect.twins = list(map(json.loads, twins))
 
 
-def _row(batch: Mapping[str, torch.Tensor], place: int, size: int) -> dict[str, torch.Tensor]:
-    return {name: value[place] for name, value in batch.items() if value.dim() and len(value) == size}
+def _sample_row(batch: Mapping[str, torch.Tensor], position: int, size: int) -> dict[str, torch.Tensor]:
+    return {name: value[position] for name, value in batch.items() if value.dim() and len(value) == size}
 
 
-def _look(run: Path, sample: Any, row: Mapping[str, torch.Tensor]) -> str:
+def _describe_content(run: Path, sample: Any, row: Mapping[str, torch.Tensor]) -> str:
     """Return a text of a sample's tokens, the path of its picture, or its numbers in short."""
     parts = []
     for name, value in row.items():
         if name == "input_ids":
-            parts.append(_decoded(run, value, row.get("attention_mask")))
+            parts.append(_decode_tokens(run, value, row.get("attention_mask")))
         elif value.is_floating_point() and value.dim() >= 2:
-            parts.append(f"{name}: {_picture(run, sample, value)}")
+            parts.append(f"{name}: {_save_picture(run, sample, value)}")
         elif name != "attention_mask":
-            text = ", ".join(f"{each:.4g}" for each in value.flatten()[:8].tolist())
+            text = ", ".join(f"{number:.4g}" for number in value.flatten()[:8].tolist())
             parts.append(f"{name}: {text}{', ...' if value.numel() > 8 else ''}")
     return "; ".join(parts)
 
 
-def _decoded(run: Path, tokens: torch.Tensor, mask: torch.Tensor | None) -> str:
+def _decode_tokens(run: Path, tokens: torch.Tensor, mask: torch.Tensor | None) -> str:
     """Return tokens as text, with any tokenizer that the run has saved: all of them are of one Trainer."""
     tokens = tokens if mask is None else tokens[mask.bool()]
-    shown = tokens[:_MOST_TOKENS].tolist()
+    first_tokens = tokens[:_MAX_TOKENS].tolist()
     folder = next((path.parent for path in sorted(run.glob("**/tokenizer_config.json"))), None)
     try:
         from transformers import AutoTokenizer
 
-        text = repr(AutoTokenizer.from_pretrained(folder).decode(shown)) if folder else f"tokens {shown}"
+        text = repr(AutoTokenizer.from_pretrained(folder).decode(first_tokens)) if folder else f"tokens {first_tokens}"
     except Exception:  # of any kind, from any tokenizer's code: the numbers are shown instead
-        text = f"tokens {shown}"
+        text = f"tokens {first_tokens}"
     return f"{text} ({len(tokens)} tokens)"
 
 
-def _picture(run: Path, sample: Any, value: torch.Tensor) -> str:
+def _save_picture(run: Path, sample: Any, value: torch.Tensor) -> str:
     """Write a picture, and return its path; the size in words if it is none or Pillow is not installed."""
     image = value.squeeze()
     if image.dim() == 3 and image.shape[0] in (3, 4):
@@ -310,21 +324,21 @@ def tables_of(run: str) -> dict[str, Any] | None:
     if not ledger:
         return None
     spikes, split = find_spikes(ledger), read_split(run) or {"ms": (), "waited": None}
-    suspects = show_blame(run, top=_MOST_ROWS).data["suspects"][:_MOST_ROWS] if spikes else []
+    suspects = show_blame(run, top=_MAX_ROWS).data["suspects"][:_MAX_ROWS] if spikes else []
     return {
         "steps": len(ledger),
         "spikes": [
-            {"cells": (step, f"{loss:.5g}", f"{norm:.5g}")} for step, (loss, norm) in [*spikes.items()][:_MOST_ROWS]
+            {"cells": (step, f"{loss:.5g}", f"{norm:.5g}")} for step, (loss, norm) in [*spikes.items()][:_MAX_ROWS]
         ],
-        "num_left": max(0, len(spikes) - _MOST_ROWS),
-        "samples": [_sample(run, each) for each in suspects],
+        "num_left": max(0, len(spikes) - _MAX_ROWS),
+        "samples": [_sample_cells(run, suspect) for suspect in suspects],
         "phases": ["Process", *map(str.capitalize, PHASES)],
         "split": [{"cells": (rank, *(f"{ms[name]:.1f}" for name in PHASES))} for rank, ms in enumerate(split["ms"])],
         "waited": "Process {rank} was waited for, in {phase}.".format(**split["waited"]) if split["waited"] else "",
     }
 
 
-def _sample(run: str, suspect: dict[str, Any]) -> dict[str, Any]:
+def _sample_cells(run: str, suspect: dict[str, Any]) -> dict[str, Any]:
     picture: Path = picture_path(flight_folder(run), suspect["sample"])
     data = base64.b64encode(picture.read_bytes()).decode() if picture.exists() else ""
     loss = f"{suspect['loss']:.5g}" + ("" if suspect["is_own"] else " (micro-batch)")

@@ -23,35 +23,35 @@ def show_checkpoints(run: str | Path, *, should_verify: bool = False) -> Answer:
     Raises:
         ConfigError: The folder does not exist, or contains no checkpoint.
     """
-    asked = f"Cannot list the checkpoints of {str(run)!r}."
+    problem = f"Cannot list the checkpoints of {str(run)!r}."
     if is_url(run):
-        raise ConfigError(asked, "It is a URL.", "Name a folder, or see them with 'hftrain report'.")
+        raise ConfigError(problem, "It is a URL.", "Name a folder, or see them with 'hftrain report'.")
     folder = local_folder(run, start=Path())
     paths = by_commit(folder) if folder.is_dir() else []
     if not paths:
         reason = "It holds no checkpoint." if folder.is_dir() else "There is no such folder."
-        raise ConfigError(asked, reason, "Name a run's output_dir.")
+        raise ConfigError(problem, reason, "Name a run's output_dir.")
     facts: list[dict[str, Any]] = []
-    rows, last, resume = [_HEAD], "resume_from_checkpoint=True finds no complete checkpoint.", None
+    rows, conclusion, resume = [_HEAD], "resume_from_checkpoint=True finds no complete checkpoint.", None
     for path in paths:
         try:
-            found = verify(path, hashes=should_verify)
+            manifest = verify(path, hashes=should_verify)
         except CheckpointError as error:
             rows.append((path.name, "", "", "", f"damaged: {error}"))
             facts.append({"checkpoint": path.name, "state": rows[-1][-1]})
             continue
-        progress, num_batches = found.facts.get("progress", {}), found.facts.get("plan", {}).get("num_batches")
+        progress, num_batches = manifest.facts.get("progress", {}), manifest.facts.get("plan", {}).get("num_batches")
         epochs = progress.get("epoch", 0)
         if num_batches:
             epochs += progress.get("micro_steps_in_epoch", 0) / num_batches
-        num_bytes = sum(record["size"] for record in found.files.values())
-        state = "weights only" if found.only_model else "verified" if should_verify else "complete"
-        state += "" if found.is_finite else ", not finite"
-        state += ", limited data" if found.facts.get("limits") else ""
-        last = f"resume_from_checkpoint=True takes {path.name}" + (
-            ", which cannot be resumed: save_only_model=True saved it." if found.only_model else "."
+        num_bytes = sum(record["size"] for record in manifest.files.values())
+        state = "weights only" if manifest.only_model else "verified" if should_verify else "complete"
+        state += "" if manifest.is_finite else ", not finite"
+        state += ", limited data" if manifest.facts.get("limits") else ""
+        conclusion = f"resume_from_checkpoint=True takes {path.name}" + (
+            ", which cannot be resumed: save_only_model=True saved it." if manifest.only_model else "."
         )
-        resume = None if found.only_model else path.name
-        rows.append((path.name, str(found.step), f"{epochs:.2f}", readable_bytes(num_bytes), state))
-        facts.append(dict(zip(_HEAD, (path.name, found.step, epochs, num_bytes, state), strict=True)))
-    return Answer([*table(rows), "", last], {"checkpoints": facts, "resume": resume})
+        resume = None if manifest.only_model else path.name
+        rows.append((path.name, str(manifest.step), f"{epochs:.2f}", readable_bytes(num_bytes), state))
+        facts.append(dict(zip(_HEAD, (path.name, manifest.step, epochs, num_bytes, state), strict=True)))
+    return Answer([*table(rows), "", conclusion], {"checkpoints": facts, "resume": resume})

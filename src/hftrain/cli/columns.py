@@ -70,8 +70,8 @@ class LogColumns:
         """Remove all but the first `num` entries."""
         del self.steps[num:], self._epochs[num:], self._times[num:]
         for numbers, values in self._columns.values():
-            place = bisect_left(numbers, num)
-            del numbers[place:], values[place:]
+            position = bisect_left(numbers, num)
+            del numbers[position:], values[position:]
         self._columns = {name: column for name, column in self._columns.items() if column[0]}
 
     def values(self, name: str) -> array[float]:
@@ -82,9 +82,9 @@ class LogColumns:
         """Yield (step, value) for each of `values`."""
         return ((self.steps[number], value) for number, value in zip(*self._columns.get(name, ((), ())), strict=True))
 
-    def rows(self, name: str, places: Iterable[int]) -> Iterator[tuple[int, float, float, float]]:
+    def rows(self, name: str, positions: Iterable[int]) -> Iterator[tuple[int, float, float, float]]:
         """Yield (step, value, epoch, time) for some of `values`; epoch and time are NaN if unknown."""
         numbers, values = self._columns.get(name, ((), ()))
-        for place in places:
-            number = numbers[place]
-            yield self.steps[number], values[place], self._epochs[number], self._times[number]
+        for position in positions:
+            number = numbers[position]
+            yield self.steps[number], values[position], self._epochs[number], self._times[number]

@@ -69,8 +69,8 @@ def fit(
         >>> fit(MyTask, my_data)  # in train.py: python train.py run.yaml --task.width 64  # doctest: +SKIP
     """
     config = _Config(sys.argv[1:] if argv is None else argv, {"task": task, "data": data})
-    if (asked := config.asked()) is not None:
-        print("\n".join(asked))
+    if (answer := config.print_requested()) is not None:
+        print("\n".join(answer))
         raise SystemExit(0)
     return config.train()
 
@@ -80,14 +80,14 @@ def show_fit(arguments: Sequence[str]) -> Answer:
     # Finds classes in files of the working directory, as `python -m` does.
     sys.path[:0] = [] if "" in sys.path else [""]
     config = _Config(arguments, {"task": None, "data": None})
-    if (asked := config.asked()) is not None:
-        return asked
+    if (answer := config.print_requested()) is not None:
+        return answer
     trainer = config.train()
     step, folder = trainer.state.global_step, str(trainer.args.output_dir)
-    logged = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
+    last_values = {name: value for entry in trainer.state.log_history for name, value in entry.items()}
     lines = [f"Trained to step {step}. Repeat it with: hftrain fit --from {folder} --args.output_dir OTHER"]
-    shown = lines if trainer.is_world_process_zero() else ()
-    return Answer(shown, {"output_dir": folder, "step": step, "last": logged})
+    lines_shown = lines if trainer.is_world_process_zero() else ()
+    return Answer(lines_shown, {"output_dir": folder, "step": step, "last": last_values})
 
 
 class _Config:
@@ -105,14 +105,14 @@ class _Config:
             raise ConfigError(f"Cannot use {name!r} and --from.", "Both hold a whole configuration.", "Keep one.")
         self._file = YamlFile(_config_of(self._flags.run) if self._flags.run else name)
         # --task.width is short for --task.init_args.width.
-        short = re.compile(rf"^--({'|'.join(makers)})\.(?!class_path\b|init_args\b)")
-        self._options = [short.sub(r"--\1.init_args.", option) for option in options]
-        self._makers = {part: self._maker(part, made) for part, made in makers.items()}
+        short_form = re.compile(rf"^--({'|'.join(makers)})\.(?!class_path\b|init_args\b)")
+        self._options = [short_form.sub(r"--\1.init_args.", option) for option in options]
+        self._makers = {part: self._find_maker(part, maker) for part, maker in makers.items()}
         self._parser = _make_parser(self._makers)
         self._check_known()
         self._parsed = self._parse()
 
-    def asked(self) -> Answer | None:
+    def print_requested(self) -> Answer | None:
         """Return what is to be printed, None if a training is asked for."""
         if self._flags.print_schema:
             schema = json.loads(self._parser.get_completion_script("jsonschema"))
@@ -128,24 +128,25 @@ class _Config:
             raise ConfigError("Cannot train.", "The configuration names no task.", remedy)
         args = self._arguments()
         set_seed(args.seed)
-        made = self._parser.instantiate(self._parsed)
-        none = argparse.Namespace()
-        task, data = (make and make(**vars(made[part].get("init_args", none))) for part, make in self._makers.items())
+        parts = self._parser.instantiate(self._parsed)
+        settings = {part: vars(parts[part].get("init_args", argparse.Namespace())) for part in self._makers}
+        task, data = (maker and maker(**settings[part]) for part, maker in self._makers.items())
         if not isinstance(data or {}, Mapping):
             remedy = 'Return a dict, such as {"train_dataset": dataset}.'
             raise ConfigError("Cannot use the data.", f"Its maker returned a {type(data).__name__}.", remedy)
-        callbacks = [*made.callbacks, _ConfigWriter(self._values())]
-        options = {"strategy": made.strategy, "precision": made.precision, **(data or {})}
+        callbacks = [*parts.callbacks, _ConfigWriter(self._values())]
+        options = {"strategy": parts.strategy, "precision": parts.precision, **(data or {})}
         trainer = Trainer(task, args, callbacks=callbacks, **options)
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         return trainer
 
     def _arguments(self) -> TrainingArguments:
+        """Return the training arguments; an error in them names the lines of the file that set them."""
         try:
             args = TrainingArguments(**vars(self._parsed.args))
         except ConfigError as error:
-            named = [key for key in self._file if key.startswith("args.") and re.search(rf"\b{key[5:]}\b", str(error))]
-            raise ConfigError(": ".join([*map(self._file.at, named), str(error)])) from error
+            keys = [key for key in self._file if key.startswith("args.") and re.search(rf"\b{key[5:]}\b", str(error))]
+            raise ConfigError(": ".join([*map(self._file.at, keys), str(error)])) from error
         run = Path(self._flags.run or "")
         folder = local_folder(str(args.output_dir), start=Path.cwd()).resolve()
         if self._flags.run and not args.resume_from_checkpoint and folder in (run.resolve(), run.resolve().parent):
@@ -164,44 +165,46 @@ class _Config:
         values["args"] = {**args, "resume_from_checkpoint": resume}
         return {name: value for name, value in values.items() if self._makers.get(name, value) is not None}
 
-    def _maker(self, part: str, made: Any) -> Any:
+    def _find_maker(self, part: str, default: Any) -> Any:
         """Return the class or function of a section; None if nothing names it."""
         section, key = self._file.values.get(part), f"{part}.class_path"
-        path, where = section.get("class_path") if isinstance(section, dict) else None, self._file.at(key)
-        words = [word for option in self._options for word in option.split("=", 1)]
-        if f"--{key}" in words[:-1]:
-            path, where = words[words.index(f"--{key}") + 1], f"--{key}"
-        if path is None or (made is not None and path == _path_of(made)):
-            return made
+        path, place = section.get("class_path") if isinstance(section, dict) else None, self._file.at(key)
+        option_words = [word for option in self._options for word in option.split("=", 1)]
+        if f"--{key}" in option_words[:-1]:
+            path, place = option_words[option_words.index(f"--{key}") + 1], f"--{key}"
+        if path is None or (default is not None and path == _path_of(default)):
+            return default
         try:
             return resolve_name(path)
         except (ImportError, AttributeError, ValueError) as error:
             remedy = "Write package.module.Name of a class or function that can be imported from here."
             remedy = "It is in a script: give these options to the script." if "__main__" in path else remedy
-            raise ConfigError(f"{where}: cannot import {path!r}.", f"{error}.", remedy) from error
+            raise ConfigError(f"{place}: cannot import {path!r}.", f"{error}.", remedy) from error
 
     def _check_known(self) -> None:
+        """Raise for what nothing reads, with its line and the nearest name: jsonargparse would tell neither."""
         known = set(self._parser.get_defaults(skip_validation=True).keys()) - {"file"}
-        sections = {dest[:place] for dest in known for place, letter in enumerate(dest) if letter == "."}
+        sections = {dest[:position] for dest in known for position, letter in enumerate(dest) if letter == "."}
         for key in self._file:
             if ("." not in key or key.rpartition(".")[0] in sections) and key not in known | sections:
-                raise ConfigError(f"{self._file.at(key)}: it has no meaning.", "", _near(key, known | sections))
+                raise ConfigError(f"{self._file.at(key)}: it has no meaning.", "", _suggest_key(key, known | sections))
         for option in self._options:
             key = option.partition("=")[0].removeprefix("--").rstrip("+")
-            is_inside = any(key.startswith(f"{dest}.") for dest in known - sections)
-            if option.startswith("--") and key not in known | {"help"} and not is_inside:
-                raise ConfigError(f"Cannot use --{key}: it has no meaning.", "", _near(key, known | sections))
+            is_nested = any(key.startswith(f"{dest}.") for dest in known - sections)
+            if option.startswith("--") and key not in known | {"help"} and not is_nested:
+                raise ConfigError(f"Cannot use --{key}: it has no meaning.", "", _suggest_key(key, known | sections))
 
     def _parse(self) -> Any:
+        """Parse the file and the options together; an error says which of the two is wrong."""
         try:
             return self._parser.parse_args(["--file", json.dumps(self._file.values), *self._options])
         except argparse.ArgumentError as error:
             text = " ".join(str(error).split())
-            found = re.match(r'Parser key "([\w.]+)": ?', text)
-            key = found[1] if found else ""
-            places = [self._file.at(key)] if key in self._file else []
-            places += [f"--{key}"] if any(re.match(rf"--{key}\b", option) for option in self._options) else []
-            raise ConfigError(f"{' or '.join(places)}: {text[found.end() if found else 0 :]}.") from error
+            match = re.match(r'Parser key "([\w.]+)": ?', text)
+            key = match[1] if match else ""
+            origins = [self._file.at(key)] if key in self._file else []
+            origins += [f"--{key}"] if any(re.match(rf"--{key}\b", option) for option in self._options) else []
+            raise ConfigError(f"{' or '.join(origins)}: {text[match.end() if match else 0 :]}.") from error
 
 
 class _ConfigWriter(TrainerCallback):
@@ -233,7 +236,7 @@ def _make_parser(makers: Mapping[str, Any]) -> Any:
     group, hints = parser.add_argument_group("training arguments"), typing.get_type_hints(TrainingArguments)
     for field in dataclasses.fields(TrainingArguments):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        hint = _by_value(hints[field.name])
+        hint = _with_enum_values(hints[field.name])
         hint = hint | str if field.name in LENGTHS else hint  # such as "2ep"
         group.add_argument(f"--args.{field.name}", type=hint, default=default, help=field.metadata["help"])
     callbacks_help = "Each a class_path and init_args."
@@ -243,23 +246,24 @@ def _make_parser(makers: Mapping[str, Any]) -> Any:
     return parser
 
 
-def _by_value(hint: Any) -> Any:
+def _with_enum_values(hint: Any) -> Any:
     """Return a type in which the values of enums stand for their members, as people write them."""
     enums = {kind for kind in typing.get_args(hint) if inspect.isclass(kind) and issubclass(kind, Enum)}
-    kinds = [Literal[tuple(each.value for each in kind)] if kind in enums else kind for kind in typing.get_args(hint)]
-    return Union[tuple(kinds)] if enums else hint  # noqa: UP007
+    kinds = typing.get_args(hint)
+    kinds = tuple(Literal[tuple(member.value for member in kind)] if kind in enums else kind for kind in kinds)
+    return Union[kinds] if enums else hint  # noqa: UP007
 
 
-def _path_of(made: Any) -> str:
-    return f"{made.__module__}.{made.__qualname__}"
+def _path_of(maker: Any) -> str:
+    return f"{maker.__module__}.{maker.__qualname__}"
 
 
-def _near(key: str, known: set[str]) -> str:
-    beside = [dest for dest in known if dest.rpartition(".")[0] == key.rpartition(".")[0]]
-    beside = beside or [dest for dest in known if "." not in dest]  # of a section that does not exist
+def _suggest_key(key: str, known: set[str]) -> str:
+    siblings = [dest for dest in known if dest.rpartition(".")[0] == key.rpartition(".")[0]]
+    siblings = siblings or [dest for dest in known if "." not in dest]  # of a section that does not exist
     section, _, name = key.rpartition(".")
-    hint = suggest(f"{section}.{names_elsewhere('settings').get(name, name)}" if section == "args" else key, beside)
-    return hint if hint.startswith("Did") or len(beside) < 20 else "See hftrain fit --help."
+    hint = suggest(f"{section}.{names_elsewhere('settings').get(name, name)}" if section == "args" else key, siblings)
+    return hint if hint.startswith("Did") or len(siblings) < 20 else "See hftrain fit --help."
 
 
 def _config_of(run: str) -> str:

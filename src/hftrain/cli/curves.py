@@ -56,7 +56,7 @@ def show_curves(runs: Sequence[str], *, metrics: Sequence[str] = (), output: str
         require("matplotlib>=3.7", feature="hftrain curves -o", extra="report")
         _write_picture(panels, Path(output))
         lines = [f"Wrote {output}"]
-    return Answer(lines + _odd_ones(panels), {"output": output, "curves": panels})
+    return Answer(lines + _describe_infinite(panels), {"output": output, "curves": panels})
 
 
 def _panels(runs: Sequence[RunRecord], metrics: Sequence[str]) -> Panels:
@@ -80,23 +80,23 @@ def _draw(title: str, curves: Mapping[str, Sequence[Point]], width: int, is_colo
     figure.clear()
     figure.plot_size(width, _ROWS)
     figure.title(title).label("step")
-    drawn: list[Point] = []
+    shown_points: list[Point] = []
     for marker, (label, points) in zip(cycle(_MARKERS), curves.items(), strict=False):
         finite = [point for point in _thinned(points) if math.isfinite(point[1])]
         if finite:
             steps, values = map(list, zip(*finite, strict=True))
             signal = figure.signal(steps, values, marker="hd" if is_colored else marker)
             figure.draw(signal.lines().label(label))
-            drawn += finite
-    if drawn:
-        low, high = min(value for _, value in drawn), max(value for _, value in drawn)
+            shown_points += finite
+    if shown_points:
+        low, high = min(value for _, value in shown_points), max(value for _, value in shown_points)
         # Put the legend in the corner where curves rarely end: a loss falls, an accuracy rises.
-        is_rising = max(drawn)[1] > (low + high) / 2
-        place = {"y": low, "va": "bottom"} if is_rising else {"y": high, "va": "top"}
-        first, last = min(drawn)[0], max(drawn)[0]
+        is_rising = max(shown_points)[1] > (low + high) / 2
+        corner = {"y": low, "va": "bottom"} if is_rising else {"y": high, "va": "top"}
+        first, last = min(shown_points)[0], max(shown_points)[0]
         ticks = [round(first + part * (last - first) / 5) for part in range(6)]
         figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
-        figure.legend(x=max(drawn)[0], ha="right", relative=True, **place)
+        figure.legend(x=max(shown_points)[0], ha="right", relative=True, **corner)
     return str(figure.build().string(not is_colored)).rstrip("\n").splitlines()
 
 
@@ -120,23 +120,23 @@ def _write_picture(panels: Panels, path: Path) -> None:
             axes.set(xlabel="step", ylabel=title)
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
-            beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(curves) > 2 * FEW_RUNS else {}
-            axes.legend(frameon=False, **beside)
+            legend_place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(curves) > 2 * FEW_RUNS else {}
+            axes.legend(frameon=False, **legend_place)
         try:
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
         except OSError as error:
             raise ConfigError(f"Cannot write {str(path)!r}.", f"{error}.", "Give another file with -o.") from error
 
 
-def _odd_ones(panels: Panels) -> list[str]:
+def _describe_infinite(panels: Panels) -> list[str]:
     """Return a line for each curve with values that are not finite, which are not plotted."""
     counts = {
         label: (sum(not math.isfinite(value) for _, value in points), len(points))
         for curves in panels.values()
         for label, points in curves.items()
     }
-    return [f"{label}: {odd} of {total} values are NaN or infinite" for label, (odd, total) in counts.items() if odd]
+    return [f"{label}: {num} of {total} values are NaN or infinite" for label, (num, total) in counts.items() if num]
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    return [points[place] for place in thinned([value for _, value in points], _MAX_POINTS)]
+    return [points[position] for position in thinned([value for _, value in points], _MAX_POINTS)]

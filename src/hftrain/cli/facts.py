@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hftrain.checkpoint.layout import JOURNAL, TRAINER_STATE, checkpoint_step
 from hftrain.cli.answer import Answer, table
@@ -24,17 +24,17 @@ _SILENT_S = 3600
 def show_runs(folder: str) -> Answer:
     """Return a line for each run in a folder, or below it."""
     path = local_folder(folder, start=Path())
-    found = {each.parent for name in (JOURNAL, TRAINER_STATE) for each in path.rglob(name)}
+    folders = {file.parent for name in (JOURNAL, TRAINER_STATE) for file in path.rglob(name)}
     # A checkpoint holds a state too.
-    found = {each.parent if checkpoint_step(each.name) is not None else each for each in found}
-    if not found:
+    folders = {folder.parent if checkpoint_step(folder.name) is not None else folder for folder in folders}
+    if not folders:
         raise ConfigError(f"Cannot list the runs of {folder!r}.", "It holds none.", "Name a folder with output_dirs.")
     rows, data = [("run", "state", "step", "best", "time")], []
-    for run in read_runs([str(each) for each in sorted(found)]):
-        metric, step, best = best_of(run)
-        shown = "" if best is None else f"{metric} {in_digits(best)} at step {step}"
-        rows.append((run.name, state_of(run), steps_of(run), shown, duration_of(run)))
-        data.append({**dict(zip(rows[0], rows[-1], strict=True)), "best": best, "metric": metric, "folder": run.folder})
+    for run in read_runs([str(each) for each in sorted(folders)]):
+        best = best_of(run)
+        rows.append((run.name, state_of(run), steps_of(run), str(best), duration_of(run)))
+        row = dict(zip(rows[0], rows[-1], strict=True))
+        data.append({**row, "best": best.value, "metric": best.metric, "folder": run.folder})
     return Answer(table(rows), {"runs": data})
 
 
@@ -42,26 +42,37 @@ def state_of(run: RunRecord) -> str:
     """Return whether a run is running, finished, stopped or failed, with the reason."""
     text, mood = status_of(run)
     if text == UNENDED:
-        silent_s = time.time() - run.sessions[-1][-1][0]
+        silent_s = time.time() - run.sessions[-1].end_s
         return "running" if silent_s < _SILENT_S else f"no end, silent for {seconds_text(silent_s)}"
     return text.replace("stopped", "failed", 1) if mood == "bad" else text.replace("complete", "finished", 1)
 
 
-def best_of(run: RunRecord) -> tuple[str, int | None, float | None]:
-    """Return the name of the metric for the best model (by default the loss), its best step and its value."""
+class Best(NamedTuple):
+    """The metric for the best model, and its best step and value; None if it was not evaluated."""
+
+    metric: str
+    step: int | None
+    value: float | None
+
+    def __str__(self) -> str:
+        return "" if self.value is None else f"{self.metric} {in_digits(self.value)} at step {self.step}"
+
+
+def best_of(run: RunRecord) -> Best:
+    """Return the best evaluation by `metric_for_best_model`, by default the loss."""
     arguments = run.arguments or {}
     metric = str(arguments.get("metric_for_best_model") or "loss")
     names = run.metrics()
     name = metric if metric in names and metric != run.subject(metric) else f"eval_{metric}"
     if name not in names:
-        name = next((each for each in names if each != run.subject(each) == metric), name)
+        name = next((candidate for candidate in names if candidate != run.subject(candidate) == metric), name)
     finite = [(value, step) for step, value in run.log.points(name) if math.isfinite(value)]
     if not finite or name == run.subject(name):
-        return metric, None, None
+        return Best(metric, None, None)
     # The constructor of the arguments replaces None; a missing value means False.
     choose = max if arguments.get("greater_is_better") else min
-    value, step = choose(finite, key=lambda each: each[0])
-    return name, int(step), value
+    value, step = choose(finite, key=lambda pair: pair[0])
+    return Best(name, int(step), value)
 
 
 def status_of(run: RunRecord) -> tuple[str, str]:
@@ -84,15 +95,15 @@ def last_begin(run: RunRecord) -> Mapping[str, Any]:
 def steps_of(run: RunRecord) -> str:
     """Return how many optimizer steps were taken, of how many."""
     logged = max(run.log.steps, default=0)
-    done = run.sessions[-1][-1][1] if run.sessions else max(logged, run.state.get("global_step", 0))
-    planned = last_begin(run).get("plan", {}).get("max_steps") or run.state.get("max_steps")
-    return f"{done:,} of {planned:,}" if planned and is_number(planned) else f"{done:,}"
+    num_done = run.sessions[-1].last_step if run.sessions else max(logged, run.state.get("global_step", 0))
+    num_planned = last_begin(run).get("plan", {}).get("max_steps") or run.state.get("max_steps")
+    return f"{num_done:,} of {num_planned:,}" if num_planned and is_number(num_planned) else f"{num_done:,}"
 
 
 def duration_of(run: RunRecord) -> str:
     """Return the total duration of the sessions, without the time between them."""
     if run.sessions:
-        return seconds_text(sum(session[-1][0] - session[0][0] for session in run.sessions))
+        return seconds_text(sum(session.end_s - session.start_s for session in run.sessions))
     return "" if run.log.total_s is None or not math.isfinite(run.log.total_s) else seconds_text(run.log.total_s)
 
 

@@ -13,7 +13,7 @@ from hftrain.extras.flight.reading import flight_folder, read_ledger, read_sessi
 from hftrain.extras.flight.split import PHASES, read_split
 from hftrain.extras.flight.stacks import Stack, read_phases, read_stacks
 
-_MOST_FRAMES = 8
+_MAX_FRAMES = 8
 
 
 def show_hangs(run: str) -> Answer:
@@ -36,30 +36,30 @@ def show_hangs(run: str) -> Answer:
     for stack in stacks:
         # Of two equally large groups, the one that waits in a collective waits for the other one.
         is_less = len(stack.ranks) < len(stacks[0].ranks) or (stacks[0].collective and stack.collective == "")
-        lines += ["", *_place(stack, ", apart from the others" if is_less else "")]
-    missing = set(range(session.get("world_size", 0) if stacks else 0)).difference(*(each.ranks for each in stacks))
+        lines += ["", *_describe_stack(stack, ", apart from the others" if is_less else "")]
+    missing = set(range(session.get("world_size", 0) if stacks else 0)).difference(*(stack.ranks for stack in stacks))
     silent = {rank: phases.get(rank, "unknown") for rank in sorted(missing)}
     lines += [f"rank {rank} has written no stack. Its last phase: {phase}." for rank, phase in silent.items()]
-    lines += [] if split is None else ["", *_table(split)]
-    return Answer(lines, {"stacks": [asdict(each) for each in stacks], "silent": silent, "split": split})
+    lines += [] if split is None else ["", *_time_table(split)]
+    return Answer(lines, {"stacks": [asdict(stack) for stack in stacks], "silent": silent, "split": split})
 
 
-def _place(stack: Stack, apart: str) -> Iterator[str]:
-    yield f"rank{'s' * (len(stack.ranks) > 1)} {', '.join(map(str, stack.ranks))}{apart}:"
+def _describe_stack(stack: Stack, suffix: str) -> Iterator[str]:
+    yield f"rank{'s' * (len(stack.ranks) > 1)} {', '.join(map(str, stack.ranks))}{suffix}:"
     collective = "unknown" if stack.collective is None else stack.collective or "none"
     yield f"    {stack.phase}; collective: {collective}"
-    for file, line, function in stack.frames[:_MOST_FRAMES]:
+    for file, line, function in stack.frames[:_MAX_FRAMES]:
         yield f"    {function}  {Path(file).name}:{line}"
-    if len(stack.frames) > _MOST_FRAMES:
+    if len(stack.frames) > _MAX_FRAMES:
         yield "    ..."
 
 
-def _table(split: Mapping[str, Any]) -> Iterator[str]:
+def _time_table(split: Mapping[str, Any]) -> Iterator[str]:
     yield f"Mean milliseconds on the host, of the last {split['steps']} steps:"
     yield "rank" + "".join(map("{:>11}".format, PHASES))
     for rank, ms in enumerate(split["ms"]):
         yield f"{rank:>4}" + "".join(f"{ms[name]:>11.1f}" for name in PHASES)
     if waited := split["waited"]:
-        often = f"rank {waited['rank']} was waited for in {waited['steps']} of {split['steps']} steps"
-        where = "between the steps" if waited["phase"] == "between" else f"in {waited['phase']}"
-        yield f"{often}, {where}: {waited['ms']:.0f} ms, the others {waited['others']:.0f} ms."
+        waiting = f"rank {waited['rank']} was waited for in {waited['steps']} of {split['steps']} steps"
+        phase = "between the steps" if waited["phase"] == "between" else f"in {waited['phase']}"
+        yield f"{waiting}, {phase}: {waited['ms']:.0f} ms, the others {waited['others']:.0f} ms."

@@ -22,28 +22,28 @@ T = TypeVar("T")
 def show_strategies(*, use_cpu: bool = False) -> Answer:
     """Return lines that group the strategies by the precisions they support here, or the reason they cannot run."""
     auto = _strategy("auto", use_cpu=use_cpu)
-    judged = [(name, *_judge(name, use_cpu)) for name in strategies.names()]
-    lines = [f'strategy="auto", the default, is "{auto.name}" here.', *_grouped(strategies, judged)]
-    return Answer(lines, {"auto": auto.name, "strategies": _facts(judged)})
+    verdicts = [(name, *_verdict_of(name, use_cpu)) for name in strategies.names()]
+    lines = [f'strategy="auto", the default, is "{auto.name}" here.', *_group_by_verdict(strategies, verdicts)]
+    return Answer(lines, {"auto": auto.name, "strategies": _facts(verdicts)})
 
 
 def show_precisions(*, use_cpu: bool = False) -> Answer:
     """Return lines that group the precisions by whether the default strategy supports them here, or why not."""
     auto = _strategy("auto", use_cpu=use_cpu)
-    works = f'Available with strategy="{auto.name}" on {auto.device_type}:'
-    refusals = [(name, _refusal(auto, name)) for name in precisions.names()]
-    judged = [(name, reason is None, reason or works) for name, reason in refusals]
-    return Answer(_grouped(precisions, judged)[1:], {"strategy": auto.name, "precisions": _facts(judged)})
+    available = f'Available with strategy="{auto.name}" on {auto.device_type}:'
+    refusals = [(name, _refusal_reason(auto, name)) for name in precisions.names()]
+    verdicts = [(name, reason is None, reason or available) for name, reason in refusals]
+    return Answer(_group_by_verdict(precisions, verdicts)[1:], {"strategy": auto.name, "precisions": _facts(verdicts)})
 
 
-def _facts(judged: Iterable[tuple[str, bool, str]]) -> dict[str, dict[str, Any]]:
-    return {name: {"is_available": can_run, "verdict": verdict} for name, can_run, verdict in judged}
+def _facts(verdicts: Iterable[tuple[str, bool, str]]) -> dict[str, dict[str, Any]]:
+    return {name: {"is_available": can_run, "verdict": verdict} for name, can_run, verdict in verdicts}
 
 
-def _grouped(registry: Registry[Any], judged: Iterable[tuple[str, bool, str]]) -> list[str]:
+def _group_by_verdict(registry: Registry[Any], verdicts: Iterable[tuple[str, bool, str]]) -> list[str]:
     """Return each verdict once, usable ones first, followed by the names that share it and their summaries."""
     groups: dict[tuple[bool, str], list[str]] = {}
-    for name, can_run, verdict in judged:
+    for name, can_run, verdict in verdicts:
         groups.setdefault((not can_run, verdict), []).append(name)
     width = shutil.get_terminal_size().columns
     column = max(len(name) for names in groups.values() for name in names) + 4
@@ -66,16 +66,16 @@ def _wrap(text: str, width: int, indent: str) -> list[str]:
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _judge(name: str, use_cpu: bool) -> tuple[bool, str]:
+def _verdict_of(name: str, use_cpu: bool) -> tuple[bool, str]:
     """Return whether a strategy can run here, and the precisions it supports or the reason."""
-    made = _make(functools.partial(_strategy, name, use_cpu=use_cpu))
-    if isinstance(made, str):
-        return False, made
-    reasons = {precision: _refusal(made, precision) for precision in precisions.names()}
+    strategy = _try_build(functools.partial(_strategy, name, use_cpu=use_cpu))
+    if isinstance(strategy, str):
+        return False, strategy
+    reasons = {precision: _refusal_reason(strategy, precision) for precision in precisions.names()}
     usable = [precision for precision, reason in reasons.items() if reason is None]
     if not usable:
         return False, str(reasons["fp32"])
-    return True, f"Available on {made.device_type} with {', '.join(usable)}:"
+    return True, f"Available on {strategy.device_type} with {', '.join(usable)}:"
 
 
 def _strategy(name: str, *, use_cpu: bool) -> Strategy:
@@ -84,12 +84,12 @@ def _strategy(name: str, *, use_cpu: bool) -> Strategy:
     return create_strategy(name, **({"use_cpu": True} if use_cpu and takes_it else {}))
 
 
-def _refusal(strategy: Strategy, precision: str) -> str | None:
+def _refusal_reason(strategy: Strategy, precision: str) -> str | None:
     """Return why a strategy cannot run a precision here, None if it can."""
-    return _make(lambda: check_legal(strategy, precisions.create(precision)))
+    return _try_build(lambda: check_legal(strategy, precisions.create(precision)))
 
 
-def _make(build: Callable[[], T]) -> T | str:
+def _try_build(build: Callable[[], T]) -> T | str:
     """Build a part, or return the reason from the error."""
     try:
         return build()

@@ -16,7 +16,7 @@ from hftrain.cli.answer import Answer, table
 from hftrain.cli.scripts import at_training
 from hftrain.core.errors import ConfigError
 from hftrain.core.meta import meta_twin, weightless
-from hftrain.core.tree import map_tensors
+from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.storage.files import readable_bytes
 from hftrain.strategies.fsdp.units import find_units
 from hftrain.strategies.mesh.proposal import USABLE, Candidate, candidates
@@ -46,17 +46,17 @@ def show_plan(
     with weightless():
         model = at_training(script, arguments, read_model)
     fits, rejected = candidates(model, gpus, machine, usable, as_set=as_set)
-    refused = [f"{name}: {reason}" for name, reason in rejected.items()]
+    rejections = [f"{name}: {reason}" for name, reason in rejected.items()]
     if not fits:
         raise ConfigError(
             f"Cannot train this model on {gpus} GPUs of {memory}.",
-            "; ".join(refused) + ".",
+            "; ".join(rejections) + ".",
             "Use more GPUs, a lower precision (bf16), LoRA, or shorter sequences.",
         )
     best = fits[0]
     lines = [*table([_HEAD, *map(_row, fits)]), "", *_advice(best, usable)]
-    lines += ["", "Rejected:", *refused] if refused else []
-    data = {"proposal": asdict(best), "fits": [asdict(each) for each in fits], "rejected": rejected}
+    lines += ["", "Rejected:", *rejections] if rejections else []
+    data = {"proposal": asdict(best), "fits": [asdict(candidate) for candidate in fits], "rejected": rejected}
     return Answer(lines, data)
 
 
@@ -72,10 +72,10 @@ def show_estimate(script: str | Path, arguments: Sequence[str] = ()) -> Answer:
 
 def read_bytes(text: str) -> float:
     """Return the bytes of a size such as ``80GB``, in powers of 1000."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
         raise ConfigError(f"Cannot read the memory {text!r}.", "It is not a size.", "Write it as in --memory 80GB.")
-    return float(found[1]) * _UNITS[found[2].upper()]
+    return float(match[1]) * _UNITS[match[2].upper()]
 
 
 def read_model(trainer: Any, *_: Any, **__: Any) -> Model:
@@ -102,7 +102,7 @@ def read_model(trainer: Any, *_: Any, **__: Any) -> Model:
         ratio = _state_ratio(model, trainer.create_optimizer())
         if policy.autocast:
             model.to(policy.compute_dtype)
-        found = Model(
+        planned = Model(
             module=model,
             units=find_units(model, layer_classes=None, min_num_params=0)[::-1],
             sizes=sizes,
@@ -115,14 +115,14 @@ def read_model(trainer: Any, *_: Any, **__: Any) -> Model:
             accumulation=args.gradient_accumulation_steps,
             recomputes=args.gradient_checkpointing,
         )
-        found.forward()
+        planned.forward()
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(
             f"Cannot plan for {type(model).__name__}.",
             f"It cannot compute with shapes alone: {error}",
             "Train a few steps with skip_memory_metrics=False and fast_dev_run=3 instead.",
         ) from error
-    return found
+    return planned
 
 
 def _state_ratio(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -132,31 +132,32 @@ def _state_ratio(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
         parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(each.nbytes for each in kept) / max(sum(each.nbytes for each in trained), 1)
+    num_bytes = sum(tensor.nbytes for tensor in tensors_of([*optimizer.state.values()]))
+    return num_bytes / max(sum(parameter.nbytes for parameter in trained), 1)
 
 
 _HEAD = ["strategy", "batch", "recompute", "idle", "weights", "gradients", "optimizer", "activations", "temporary",
          "total", "sent inside", "between"]  # fmt: skip
 
 
-def _row(each: Candidate) -> list[str]:
-    name = " ".join([each.strategy, *(f"{name}={value}" for name, value in each.options.items())])
-    sizes = (each.parameters, each.gradients, each.optimizer, each.activations, each.temporary, each.device,
-             each.inside, each.between)  # fmt: skip
-    flags = "yes" if each.checkpointing else "no", f"{each.idle / (1 + each.idle):.0%}"
-    return [name, f"{each.micro_batch} x {each.accumulation}", *flags, *map(readable_bytes, sizes)]
+def _row(plan: Candidate) -> list[str]:
+    name = " ".join([plan.strategy, *(f"{name}={value}" for name, value in plan.options.items())])
+    sizes = (plan.parameters, plan.gradients, plan.optimizer, plan.activations, plan.temporary, plan.device,
+             plan.inside, plan.between)  # fmt: skip
+    flags = "yes" if plan.checkpointing else "no", f"{plan.idle / (1 + plan.idle):.0%}"
+    return [name, f"{plan.micro_batch} x {plan.accumulation}", *flags, *map(readable_bytes, sizes)]
 
 
 def _advice(best: Candidate, memory: float) -> list[str]:
+    """Return the code to copy for the best candidate, and why it is the best."""
     options = "".join(f", {name}={value!r}" for name, value in best.options.items())
     strategy = f'strategies.create("{best.strategy}"{options})' if options else f'"{best.strategy}"'
-    left = memory * USABLE - best.device
+    spare = memory * USABLE - best.device
     arguments = f"per_device_train_batch_size={best.micro_batch}, gradient_accumulation_steps={best.accumulation}"
     return [
         "from hftrain import Trainer, TrainingArguments, strategies",
         f"args = TrainingArguments({arguments}, gradient_checkpointing={best.checkpointing})",
         f"trainer = Trainer(model, args, train_dataset=train_dataset, strategy={strategy})",
-        f"It fits with {readable_bytes(int(left))} to spare ({1 - USABLE:.0%} of the memory is left to the runtime), "
+        f"It fits with {readable_bytes(int(spare))} to spare ({1 - USABLE:.0%} of the memory is left to the runtime), "
         "and of those that fit with as little recomputing, waiting and offloading it communicates least.",
     ]

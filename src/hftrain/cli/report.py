@@ -75,7 +75,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         title=" and ".join(run.name for run in runs) if len(runs) <= FEW_RUNS else _common_name(runs),
         version=version("hftrain"),
         written=_when(time.time()),
-        runs=[_about(run) for run in runs],
+        runs=[_describe_run(run) for run in runs],
         panels=panels,
         data=[{**panel, "is_compared": len(runs) > 1} for panel in panels],
         shares_legend=len(runs) > FEW_RUNS,
@@ -88,13 +88,13 @@ def render(runs: Sequence[RunRecord]) -> str:
 
 def _best_first(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Return the runs by their best evaluation, if that is of one metric; those without one last."""
-    found = {run.folder: best_of(run) for run in runs}
-    known = [run for run in runs if found[run.folder][2] is not None]
-    if len({found[run.folder][0] for run in known}) != 1:
+    best = {run.folder: best_of(run) for run in runs}
+    evaluated = [run for run in runs if best[run.folder].value is not None]
+    if len({best[run.folder].metric for run in evaluated}) != 1:
         return list(runs)
-    sign = -1 if (known[0].arguments or {}).get("greater_is_better") else 1
-    ordered = sorted(known, key=lambda run: sign * (found[run.folder][2] or 0.0))
-    return ordered + [run for run in runs if run not in known]
+    sign = -1 if (evaluated[0].arguments or {}).get("greater_is_better") else 1
+    ordered = sorted(evaluated, key=lambda run: sign * (best[run.folder].value or 0.0))
+    return ordered + [run for run in runs if run not in evaluated]
 
 
 def _common_name(runs: Sequence[RunRecord]) -> str:
@@ -118,30 +118,31 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             label = metric if len(runs) == 1 else run.name if metric == subject else f"{run.name}: {metric}"
             color = len(panel["curves"]) if len(runs) == 1 else number
             panel["curves"].append(_curve(run, metric, label=label, color=color))
-            odd = [step for step, value in run.log.points(metric) if not math.isfinite(value)]
-            if odd:
-                named = ", ".join(map(in_digits, odd[:_MAX_NAMED])) + (", ..." if len(odd) > _MAX_NAMED else "")
-                panel["notes"].append(f"{label}: NaN or infinite at step {named}")
-    last = [*_TITLES]
+            infinite = [step for step, value in run.log.points(metric) if not math.isfinite(value)]
+            if infinite:
+                steps = ", ".join(map(in_digits, infinite[:_MAX_NAMED]))
+                steps += ", ..." if len(infinite) > _MAX_NAMED else ""
+                panel["notes"].append(f"{label}: NaN or infinite at step {steps}")
+    last_subjects = [*_TITLES]
     evaluated = {run.subject(name) for run in runs for name in run.metrics() if name != run.subject(name)}
 
     def order(subject: str) -> tuple[int, int]:
-        if subject in last:
-            return 3, last.index(subject)
+        if subject in last_subjects:
+            return 3, last_subjects.index(subject)
         return 0 if subject == "loss" else 1 if subject in evaluated else 2, 0
 
     return [panels[subject] for subject in sorted(panels, key=order)]
 
 
 def _curve(run: RunRecord, metric: str, *, label: str, color: int) -> dict[str, Any]:
-    start = run.sessions[0][0][0] if run.sessions else 0.0
+    start = run.sessions[0].start_s if run.sessions else 0.0
     points = [
         (step, value, None if math.isnan(epoch) else epoch, None if math.isnan(at) else round((at - start) / 3600, 5))
         for step, value, epoch, at in run.log.rows(metric, thinned(run.log.values(metric), _MAX_POINTS))
     ]
     columns = zip(*points, strict=True)
-    named = dict(zip(("step", "value", "epoch", "hours"), map(list, columns), strict=True))
-    return {**named, "label": label, "color": color, "is_evaluation": metric != run.subject(metric)}
+    columns_by_name = dict(zip(("step", "value", "epoch", "hours"), map(list, columns), strict=True))
+    return {**columns_by_name, "label": label, "color": color, "is_evaluation": metric != run.subject(metric)}
 
 
 def _marks(run: RunRecord, color: int) -> list[dict[str, Any]]:
@@ -158,24 +159,24 @@ def _marks(run: RunRecord, color: int) -> list[dict[str, Any]]:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _about(run: RunRecord) -> dict[str, Any]:
+def _describe_run(run: RunRecord) -> dict[str, Any]:
     return {
         "name": run.name,
         "facts": _facts(run),
         "evaluations": _evaluations(run),
-        "times": _rows(_times(run)),
+        "times": _rows(_timeline(run)),
         "no_journal": _NO_JOURNAL,
         "arguments": _rows((name, _value(value)) for name, value in sorted((run.arguments or {}).items())),
         "no_arguments": _NO_ARGUMENTS if run.arguments is None else "None.",
         "environment": _rows(_environment(run)),
-        "checkpoints": _rows(_saved(run)),
+        "checkpoints": _rows(_checkpoint_rows(run)),
         "flight": tables_of(run.folder),
     }
 
 
 def _facts(run: RunRecord) -> list[dict[str, str]]:
     status, mood = status_of(run)
-    metric, step, best = best_of(run)
+    best = best_of(run)
     final = next(reversed(run.log.values("loss")), None)
     begin = last_begin(run)
     limits = begin.get("plan", {}).get("limits")
@@ -185,7 +186,7 @@ def _facts(run: RunRecord) -> list[dict[str, str]]:
         ("Not all data", _value(limits) if limits else "", "bad"),
         ("Time", duration_of(run), ""),
         ("Last loss", "" if final is None else in_digits(final), ""),
-        (f"Best {metric}", "" if best is None else f"{in_digits(best)} at step {step}", "good"),
+        (f"Best {best.metric}", str(best).removeprefix(f"{best.metric} "), "good"),
         ("Median samples per second", _median_throughput(run), ""),
         ("Model", str(begin.get("model") or ""), ""),
     ]
@@ -196,24 +197,24 @@ def _summary(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return a row for each run, with the best one marked if they were sorted by one metric."""
     rows, metrics = [], set()
     for run in runs:
-        metric, step, best = best_of(run)
-        metrics.add(metric if best is not None else None)
-        shown = "" if best is None else f"{metric} {in_digits(best)} at step {step}"
-        rows.append((run.name, status_of(run)[0], steps_of(run), duration_of(run), shown, _median_throughput(run)))
-    made = _rows(rows)
-    made[0]["is_best"] = len(metrics - {None}) == 1
-    return {"head": ["Run", "Status", "Steps", "Time", "Best", "Median samples per second"], "rows": made}
+        best = best_of(run)
+        if best.value is not None:
+            metrics.add(best.metric)
+        rows.append((run.name, status_of(run)[0], steps_of(run), duration_of(run), str(best), _median_throughput(run)))
+    table = _rows(rows)
+    table[0]["is_best"] = len(metrics) == 1
+    return {"head": ["Run", "Status", "Steps", "Time", "Best", "Median samples per second"], "rows": table}
 
 
 def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return the arguments that differ between runs, by run if there are more runs than arguments."""
-    known = [{**run.arguments, **run.origin} for run in runs if run.arguments is not None]
+    arguments_known = [{**run.arguments, **run.origin} for run in runs if run.arguments is not None]
     rows = []
-    for name in sorted({name for arguments in known for name in arguments if name not in _NAMES}):
-        values = [_value(arguments[name]) if name in arguments else "default" for arguments in known]
+    for name in sorted({name for arguments in arguments_known for name in arguments if name not in _NAMES}):
+        values = [_value(arguments[name]) if name in arguments else "default" for arguments in arguments_known]
         if len(set(values)) > 1:
-            shown = iter(values)
-            rows.append((name, *("not known" if run.arguments is None else next(shown) for run in runs)))
+            texts = iter(values)
+            rows.append((name, *("not known" if run.arguments is None else next(texts) for run in runs)))
     unknown = [run.name for run in runs if run.arguments is None]
     note = f"Not known of {', '.join(unknown)}." if unknown else "" if rows else "None."
     names = [run.name for run in runs]
@@ -229,48 +230,48 @@ def _evaluations(run: RunRecord) -> dict[str, Any]:
     for name in names:
         for step, value, epoch, _ in run.log.rows(name, range(len(run.log.values(name)))):
             rows.setdefault(step, {"epoch": None if math.isnan(epoch) else epoch})[name] = value
-    metric, best_step, best = best_of(run)
+    best = best_of(run)
     steps = sorted(rows)
-    last = set(steps[-_MAX_EVALUATIONS:])
-    shown = [step for step in steps if step == best_step or step in last]
-    note = "" if best is None else f"The best {metric} is that of step {best_step}."
-    if len(shown) < len(steps):
+    last_steps = set(steps[-_MAX_EVALUATIONS:])
+    shown_steps = [step for step in steps if step == best.step or step in last_steps]
+    note = "" if best.value is None else f"The best {best.metric} is that of step {best.step}."
+    if len(shown_steps) < len(steps):
         note += f" The last {_MAX_EVALUATIONS} of {len(steps)} are shown, and the best."
-    values = ([step, *(rows[step].get(name) for name in ("epoch", *names))] for step in shown)
-    made = [{"cells": [*map(in_digits, each)], "is_best": each[0] == best_step} for each in values]
-    return {"head": ["step", "epoch", *names], "rows": made, "note": note}
+    values = ([step, *(rows[step].get(name) for name in ("epoch", *names))] for step in shown_steps)
+    table_rows = [{"cells": [*map(in_digits, cells)], "is_best": cells[0] == best.step} for cells in values]
+    return {"head": ["step", "epoch", *names], "rows": table_rows, "note": note}
 
 
-def _times(run: RunRecord) -> Iterable[tuple[str, str, str]]:
+def _timeline(run: RunRecord) -> Iterable[tuple[str, str, str]]:
     """Yield the time, step and description of each event except logs and saves."""
-    before: Mapping[str, Any] | None = None
+    previous: Mapping[str, Any] | None = None
     for number, event in enumerate(run.events):
         when, step = _when(event["at"]), str(event.get("step", ""))
         if event["event"] == "begin":
             start = event.get("resumed_from")
-            where = event.get("environment", {})
+            environment = event.get("environment", {})
             text = f"resumed from {start}" if start else "began"
-            text += f"; processes: {where.get('processes', 1)}, machines: {where.get('hosts', 1)}"
+            text += f"; processes: {environment.get('processes', 1)}, machines: {environment.get('hosts', 1)}"
             arguments = event.get("arguments", {})
-            before = arguments if before is None or not start else before
-            text += "".join(f"; {change}" for change in _changes(before, arguments))
-            before = arguments
+            previous = arguments if previous is None or not start else previous
+            text += "".join(f"; {change}" for change in _changes(previous, arguments))
+            previous = arguments
             yield when, step, text
-            session = next((each for each in run.sessions if each[0][0] == event["at"]), None)
-            later = [each["event"] for each in run.events[number + 1 :]]
+            session = next((session for session in run.sessions if session.start_s == event["at"]), None)
+            later = [next_event["event"] for next_event in run.events[number + 1 :]]
             following = later[: later.index("begin")] if "begin" in later else later
             if session and "end" not in following:
-                what = "killed, this is the last entry" if "begin" in later else f"last entry; {UNENDED}"
-                yield _when(session[-1][0]), str(session[-1][1]), what
+                description = "killed, this is the last entry" if "begin" in later else f"last entry; {UNENDED}"
+                yield _when(session.end_s), str(session.last_step), description
         elif event["event"] == "end":
             reason = event.get("reason")
             yield when, step, "did all steps" if not reason else f"stopped: {reason}"
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterable[str]:
+def _changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> Iterable[str]:
     """Yield the arguments that a resume has changed."""
-    for name in sorted({*before, *now} - {*_NAMES}):
-        old, new = (_value(each[name]) if name in each else "the default" for each in (before, now))
+    for name in sorted({*previous, *current} - {*_NAMES}):
+        old, new = (_value(values[name]) if name in values else "the default" for values in (previous, current))
         if old != new:
             yield f"{name}: {new}, before: {old}"
 
@@ -287,17 +288,17 @@ def _notes(run: RunRecord) -> Iterable[str]:
 
 
 def _environment(run: RunRecord) -> Iterable[tuple[str, str]]:
-    where = last_begin(run).get("environment", {})
-    yield from ((name, _value(value)) for name, value in {**run.origin, **where}.items() if name != "versions")
+    environment = last_begin(run).get("environment", {})
+    yield from ((name, _value(value)) for name, value in {**run.origin, **environment}.items() if name != "versions")
     yield from run.versions.items()
 
 
-def _saved(run: RunRecord) -> Iterable[tuple[str, str, str, str]]:
-    for each in run.checkpoints:
-        size = "" if each.size is None else readable_bytes(each.size)
-        when = _when(each.at) if each.at else ""
-        when = "by an earlier run in this folder" if each.is_earlier else when
-        yield each.name, str(each.step), size, when if each.is_there else f"{when}, deleted since"
+def _checkpoint_rows(run: RunRecord) -> Iterable[tuple[str, str, str, str]]:
+    for checkpoint in run.checkpoints:
+        size = "" if checkpoint.size is None else readable_bytes(checkpoint.size)
+        when = _when(checkpoint.at) if checkpoint.at else ""
+        when = "by an earlier run in this folder" if checkpoint.is_earlier else when
+        yield checkpoint.name, str(checkpoint.step), size, when if checkpoint.exists else f"{when}, deleted since"
 
 
 def _median_throughput(run: RunRecord) -> str:

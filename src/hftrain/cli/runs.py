@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
@@ -27,8 +27,8 @@ from hftrain.storage.files import is_url, local_folder, read_json, walk_files
 # More runs than these share one legend and one title, and show one loss.
 FEW_RUNS = 3
 # Values of a log entry that are not metrics: its position, its times and speeds.
-_PLACES = ("step", "epoch", "total_flos", "num_input_tokens_seen")
-_SPEEDS = ("_runtime", "_per_second")
+_POSITIONS = ("step", "epoch", "total_flos", "num_input_tokens_seen")
+_SPEED_SUFFIXES = ("_runtime", "_per_second")
 _RUNTIME = "_runtime"
 # Values that the journal adds to the entries of training.
 THROUGHPUT, MEMORY = "samples_per_s", {"host": "host_memory_gb", "device": "device_memory_gb"}
@@ -49,21 +49,30 @@ _TYPES = {
 }
 
 
+class Session(NamedTuple):
+    """The times, in seconds since the epoch, and the steps of the journal's first and last line for one begin."""
+
+    start_s: float
+    first_step: float
+    end_s: float
+    last_step: float
+
+
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class Checkpoint:
     """A checkpoint: its size in bytes, None if unknown; whether it still exists, and is from an earlier run."""
 
     name: str
     step: int
     size: int | None = None
     at: float | None = None
-    is_there: bool = True
+    exists: bool = True
     is_earlier: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run.
+    """One run, as its files tell it.
 
     Args:
         name: A short name, unique among the shown runs.
@@ -72,7 +81,7 @@ class RunRecord:
             they have their times, and those of training `THROUGHPUT` and `MEMORY`.
         checkpoints: The checkpoints in commit order.
         events: The journal's events since the run's first begin, except logs.
-        sessions: The first and last (time, step) of the journal's lines for each begin, including superseded ones.
+        sessions: Those of the journal, including superseded ones.
         arguments: The arguments that differ from their defaults; None if unknown.
         origin: The code's version, the seed, the number of parameters, the command, and what configured task and data.
         num_unread: The number of lines of the journal that could not be read.
@@ -82,9 +91,9 @@ class RunRecord:
     folder: str
     state: Mapping[str, Any]
     log: LogColumns
-    checkpoints: Sequence[Saved]
+    checkpoints: Sequence[Checkpoint]
     events: Sequence[Mapping[str, Any]]
-    sessions: Sequence[tuple[Point, Point]]
+    sessions: Sequence[Session]
     arguments: Mapping[str, Any] | None
     versions: Mapping[str, str]
     origin: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +102,7 @@ class RunRecord:
 
     def metrics(self) -> list[str]:
         """Return the names of the logged metrics, in the order of their first values."""
-        return [name for name in self.log if name not in _PLACES and not name.endswith(_SPEEDS)]
+        return [name for name in self.log if name not in _POSITIONS and not name.endswith(_SPEED_SUFFIXES)]
 
     def points(self, metric: str) -> list[Point]:
         """Return (step, value) for each entry with a metric, including NaN and infinite values."""
@@ -101,8 +110,8 @@ class RunRecord:
 
     def subject(self, metric: str) -> str:
         """Return a metric's name without the prefix of its evaluation; equal for comparable metrics."""
-        own = [prefix for prefix in self._prefixes if metric.startswith(f"{prefix}_")]
-        return metric.removeprefix(f"{max(own, key=len)}_") if own else metric
+        prefixes = [prefix for prefix in self._prefixes if metric.startswith(f"{prefix}_")]
+        return metric.removeprefix(f"{max(prefixes, key=len)}_") if prefixes else metric
 
     @cached_property
     def _prefixes(self) -> set[str]:
@@ -139,41 +148,41 @@ def thinned(values: Sequence[float], limit: int) -> list[int]:
     if len(values) <= limit:
         return list(range(len(values)))
     size = math.ceil(len(values) / (limit // 4))
-    kept: list[int] = []
+    positions: list[int] = []
     for start in range(0, len(values), size):
-        part = range(start, min(start + size, len(values)))
-        finite = [place for place in part if math.isfinite(values[place])]
-        chosen = {part[0], part[-1]}
+        interval = range(start, min(start + size, len(values)))
+        finite = [position for position in interval if math.isfinite(values[position])]
+        positions_of_interval = {interval[0], interval[-1]}
         if finite:
-            chosen |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-        if len(finite) < len(part):
-            chosen.add(next(place for place in part if not math.isfinite(values[place])))
-        kept += sorted(chosen)
-    return kept
+            positions_of_interval |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+        if len(finite) < len(interval):
+            positions_of_interval.add(next(position for position in interval if not math.isfinite(values[position])))
+        positions += sorted(positions_of_interval)
+    return positions
 
 
-def chosen_metrics(runs: Sequence[RunRecord], asked: Iterable[str]) -> list[str]:
+def chosen_metrics(runs: Sequence[RunRecord], requested: Iterable[str]) -> list[str]:
     """Return the requested metrics; by default the losses of training and evaluation, of many runs one of the two.
 
     Raises:
         ConfigError: No run has logged a requested metric.
     """
-    known = list(dict.fromkeys(name for run in runs for name in run.metrics()))
-    losses = [name for name in known if any(run.subject(name) == "loss" for run in runs)]
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics()))
+    losses = [name for name in names if any(run.subject(name) == "loss" for run in runs)]
     if len(runs) > FEW_RUNS:
         losses = [name for name in losses if name != "loss"][:1] or losses
-    chosen = list(asked) or losses or known[:1]
-    for name in chosen:
-        check_known(name, known, f"Cannot show the metric {name!r}.", "No run has logged it.")
-    if not chosen:
+    metrics = list(requested) or losses or names[:1]
+    for name in metrics:
+        check_known(name, names, f"Cannot show the metric {name!r}.", "No run has logged it.")
+    if not metrics:
         raise ConfigError(f"Cannot show {runs[0].folder!r}.", unlogged(runs[0]))
-    return chosen
+    return metrics
 
 
 def unlogged(run: RunRecord) -> str:
     """Return why a run has no curves, and what to set for some."""
     interval = (run.arguments or {}).get("logging_steps", TrainingArguments.logging_steps)
-    step = int(max([run.state.get("global_step", 0), *(last[1] for _, last in run.sessions)]))
+    step = int(max([run.state.get("global_step", 0), *(session.last_step for session in run.sessions)]))
     why = f"{run.name} has logged nothing in {step} steps, with logging_steps={interval}."
     return f"{why} Set a smaller logging_steps, or train with Trainer(flight_log=True), whose steps are drawn then."
 
@@ -183,13 +192,14 @@ def _short_names(folders: Sequence[str]) -> list[str]:
         (folder if is_url(folder) else Path(folder).resolve().as_posix()).rstrip("/").split("/") for folder in folders
     ]
     for length in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(each[-length:]) for each in parts]
+        names = ["/".join(path_parts[-length:]) for path_parts in parts]
         if len(set(names)) == len(names):
             return names
     return list(folders)
 
 
 def _fetch(url: str, copy: Path) -> None:
+    """Copy what is read of a remote run, which is little: no weights."""
     remote = extra("remote").RemoteFolder(url)
     try:
         for folder in remote.names():
@@ -204,22 +214,22 @@ def _fetch(url: str, copy: Path) -> None:
 
 def _read(path: Path, folder: str, *, name: str) -> RunRecord:
     paths = by_commit(path) if path.is_dir() else []
-    states = [state for each in (*reversed(paths), path) if (state := _read_state(each)) is not None]
+    states = [state for state_folder in (*reversed(paths), path) if (state := _read_state(state_folder)) is not None]
     # `save_state` may have written a newer state to the output folder than that of the last checkpoint.
     state = max(states[:1] + states[-1:], key=lambda state: state.get("global_step", 0), default={})
     journal = _Journal(state.get("log_history", []))
     journal.read(path / JOURNAL)
     if not states and not journal.num_lines:
-        unread = f"It holds no {JOURNAL} or {TRAINER_STATE} that can be read."
-        reason = unread if path.is_dir() else "There is no such folder."
+        missing = f"It holds no {JOURNAL} or {TRAINER_STATE} that can be read."
+        reason = missing if path.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot read a run from {folder!r}.", reason, "Name the output_dir of a run.")
-    if not set(journal.log) - {*_PLACES}:
+    if not set(journal.log) - {*_POSITIONS}:
         for step, lines in read_ledger(path).items():
             losses, norm = list(map(total_loss, lines)), lines[0].get("norm")
             journal.log.add({"step": step, "loss": sum(losses) / len(losses), "grad_norm": norm})
-    last: Mapping[str, Any] = next((line for line in reversed(journal.events) if line["event"] == "begin"), {})
-    manifest = next((found for each in reversed(paths) if (found := readable(each)) is not None), None)
-    versions, config = last.get("environment", {}).get("versions"), flatten(last.get("config", {}))
+    begin: Mapping[str, Any] = next((line for line in reversed(journal.events) if line["event"] == "begin"), {})
+    manifest = next(filter(None, map(readable, reversed(paths))), None)
+    versions, config = begin.get("environment", {}).get("versions"), flatten(begin.get("config", {}))
     # As they are written on the command line.
     config = {name.replace(".init_args.", "."): value for name, value in config.items() if value != {}}
     return RunRecord(
@@ -229,10 +239,10 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
         log=journal.log,
         checkpoints=_checkpoints(paths, journal.events, has_earlier=journal.num_runs > 1),
         events=journal.events,
-        sessions=[(session[0], session[-1]) for session in journal.sessions if session],
-        arguments=last.get("arguments") if last else _arguments(paths),
+        sessions=[Session(*points[0], *points[-1]) for points in journal.sessions if points],
+        arguments=begin.get("arguments") if begin else _arguments(paths),
         versions=versions if versions and isinstance(versions, dict) else manifest.versions if manifest else {},
-        origin={name: last[name] for name in _ORIGIN if name in last} | config,
+        origin={name: begin[name] for name in _ORIGIN if name in begin} | config,
         num_earlier=max(0, journal.num_runs - 1),
         num_unread=journal.num_unread,
     )
@@ -251,13 +261,13 @@ class _Journal:
     """Read a journal line by line: what is superseded by a resume, or belongs to an earlier run, is dropped."""
 
     def __init__(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        self._saved = saved  # the log of the newest state: all there is without a journal
+        self._saved_log = saved  # the log of the newest state: all there is without a journal
         self.num_lines = self.num_unread = self.num_runs = 0
-        self._start([])
+        self._reset([])
         for entry in saved:
             self.log.add(entry)
 
-    def _start(self, events: list[dict[str, Any]]) -> None:
+    def _reset(self, events: list[dict[str, Any]]) -> None:
         self.events, self.log = events, LogColumns()
         self.sessions: list[list[Point]] = []
         self._has_ended = False
@@ -275,7 +285,7 @@ class _Journal:
                     line = None  # torn by a kill or a full disk
                 if _is_readable(line):
                     if not self.num_lines:
-                        self._start([])
+                        self._reset([])
                     self.num_lines += 1
                     self._add(line)
                 elif text.endswith("\n"):  # else it is being written
@@ -286,7 +296,7 @@ class _Journal:
         # A run resumed from a checkpoint of another folder is new in this one.
         if event == "begin" and ("earlier" in line or not line.get("resumed_from")):
             self.num_runs += 1
-            self._start([])
+            self._reset([])
         if event == "begin":
             self._begin(line)
         elif event == "log":
@@ -309,12 +319,13 @@ class _Journal:
             self.log.cut(max(num_logged, 0))
         else:
             self.log = LogColumns()
-            for entry in line.get("earlier", self._saved[:num_logged]):
+            for entry in line.get("earlier", self._saved_log[:num_logged]):
                 if isinstance(entry, dict):
                     self.log.add(entry)
         self._samples, self._trained_s = 0, 0.0
 
     def _add_entry(self, line: Mapping[str, Any]) -> None:
+        """Add an entry, with the speed since the one before: the journal holds running sums."""
         took_s, trained = line["trained_s"] - self._trained_s, line["samples"] - self._samples
         entry = line["entry"]
         if trained > 0 and took_s > 0:
@@ -327,28 +338,31 @@ class _Journal:
 
 
 def _is_readable(line: Any) -> bool:
+    """Tell whether a line has its event's fields in their types: a disk may have damaged it, or an editor."""
     if not isinstance(line, dict) or not line.keys() >= _FIELDS.get(str(line.get("event")), {"?"}):
         return False
     numbers = all(is_number(line[name]) and math.isfinite(line[name]) for name in _NUMBERS if name in line)
     return numbers and all(isinstance(line[name], kind) for name, kind in _TYPES.items() if name in line)
 
 
-def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]], *, has_earlier: bool) -> list[Saved]:
+def _checkpoints(paths: Sequence[Path], lines: Sequence[Mapping[str, Any]], *, has_earlier: bool) -> list[Checkpoint]:
     """Return the existing checkpoints, and deleted ones that the journal lists."""
-    known = {line["name"]: line for line in lines if line["event"] == "save"}
-    found = {path.name: path for path in paths}
+    saves = {line["name"]: line for line in lines if line["event"] == "save"}
+    existing = {path.name: path for path in paths}
     checkpoints = []
-    for name in dict.fromkeys([*known, *found]):
-        line = known.get(name, {})
+    for name in dict.fromkeys([*saves, *existing]):
+        line = saves.get(name, {})
         size = line.get("size")
-        if size is None and name in found:
-            manifest = readable(found[name])
-            files = (file.stat().st_size for file in walk_files(found[name]))
+        if size is None and name in existing:
+            manifest = readable(existing[name])
+            files = (file.stat().st_size for file in walk_files(existing[name]))
             size = sum(files) if manifest is None else sum(record["size"] for record in manifest.files.values())
         step = line.get("step", checkpoint_step(name) or 0)
         is_earlier = has_earlier and not line
         checkpoints.append(
-            Saved(name=name, step=step, size=size, at=line.get("at"), is_there=name in found, is_earlier=is_earlier)
+            Checkpoint(
+                name=name, step=step, size=size, at=line.get("at"), exists=name in existing, is_earlier=is_earlier
+            )
         )
     return checkpoints
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from hftrain.core.errors import ConfigError
 
 # What is not text, as patterns and first letters. PyYAML reads YAML 1.1, where 010 is 8 and 1:30 is 90.
-_PLAIN = {
+_PLAIN_VALUES = {
     "bool": (r"[tT]rue|TRUE|[fF]alse|FALSE", "tTfF"),
     "int": (r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
     "float": (r"[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE])|\.inf)(?:[eE][-+]?[0-9]+)?|\.nan", "-+.0123456789"),
@@ -39,7 +39,7 @@ class YamlFile:
         try:
             loader = _dialect()[0](Path(name).read_text(encoding="utf-8"))
             node = loader.get_single_node()
-            for key, line in _places(node):
+            for key, line in _key_lines(node):
                 if key in self._lines:
                     raise ConfigError(f"{name}, line {line}: {key} is in line {self._lines[key]} already.", "Keep one.")
                 self._lines[key] = line
@@ -57,10 +57,10 @@ class YamlFile:
 
     def at(self, key: str) -> str:
         """Return where a key is, or the section that would hold it: ``run.yaml, line 8: args.learning_rate``."""
-        outer = key
-        while outer and outer not in self._lines:
-            outer = outer.rpartition(".")[0]
-        return f"{self._name}, line {self._lines[outer]}: {key}" if outer else f"{self._name}: {key}"
+        section = key
+        while section and section not in self._lines:
+            section = section.rpartition(".")[0]
+        return f"{self._name}, line {self._lines[section]}: {key}" if section else f"{self._name}: {key}"
 
 
 def to_yaml(values: Any) -> str:
@@ -70,11 +70,11 @@ def to_yaml(values: Any) -> str:
     return str(yaml.dump(values, Dumper=_dialect()[1], sort_keys=False, allow_unicode=True))
 
 
-def _places(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
+def _key_lines(node: Any, prefix: str = "") -> Iterator[tuple[str, int]]:
     """Yield the dotted keys below a node, and their lines from 1."""
     for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
         yield f"{prefix}{key.value}", key.start_mark.line + 1
-        yield from _places(value, f"{prefix}{key.value}.")
+        yield from _key_lines(value, f"{prefix}{key.value}.")
 
 
 @cache
@@ -89,7 +89,7 @@ def _dialect() -> tuple[Any, Any]:
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    for kind, (pattern, first) in _PLAIN.items():
-        for made in (Loader, Dumper):
-            made.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"(?:{pattern})$"), list(first))
+    for kind, (pattern, first) in _PLAIN_VALUES.items():
+        for dialect_class in (Loader, Dumper):
+            dialect_class.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(f"(?:{pattern})$"), list(first))
     return Loader, Dumper

@@ -36,7 +36,7 @@ _NAMES = (
     ),
 )
 
-TELLING = frozenset(
+TELLTALE_CLASSES = frozenset(
     (
         *("CallbackHandler", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer"),
         *("TrainerCallback", "TrainerControl", "TrainerState", "TrainingArguments"),
@@ -49,7 +49,7 @@ A module that refers to transformers' version of one was imported before `instal
 
 
 # Modules in which libraries replace names that transformers' Trainer uses; the first holds its default callbacks.
-_WATCHED = (
+_WATCHED_MODULES = (
     *("transformers.trainer", "transformers.trainer_seq2seq", "transformers.trainer_utils"),
     *("transformers.trainer_callback", "transformers.trainer_pt_utils", "transformers.training_args"),
     *("transformers.integrations.integration_utils", "transformers.optimization"),
@@ -58,7 +58,7 @@ _WATCHED = (
 
 def watched_modules() -> list[ModuleType]:
     """Import the modules in which libraries replace names that transformers' Trainer uses."""
-    return [importlib.import_module(name) for name in _WATCHED]
+    return [importlib.import_module(name) for name in _WATCHED_MODULES]
 
 
 def replacements() -> Iterator[tuple[str, Any, Any]]:

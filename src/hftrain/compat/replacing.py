@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from hftrain.compat.accelerate_patches import adapted_init, adapted_log, adapted_settings
-from hftrain.compat.names import TELLING, replacements, watched_modules
+from hftrain.compat.names import TELLTALE_CLASSES, replacements, watched_modules
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 from hftrain.core.replaced import forget_modules, watch_modules
@@ -45,17 +45,17 @@ def install() -> None:
 
     # Importing its modules may create the package's facade again, and other modules may still refer to the first one.
     facades = [importlib.import_module("transformers")]
-    pairs = [pair for pair in replacements() if pair[1] is not pair[2]]
+    replaced = [pair for pair in replacements() if pair[1] is not pair[2]]
     facades = list({id(facade): facade for facade in (*facades, sys.modules["transformers"])}.values())
-    _refuse_holders({id(theirs) for name, theirs, _ in pairs if name in TELLING})
+    _refuse_early_imports({id(theirs) for name, theirs, _ in replaced if name in TELLTALE_CLASSES})
     undo = ExitStack()
     # Runs last: modules of transformers that were imported since have hftrain's objects.
-    undo.callback(_exchange, facades, {id(ours): theirs for _, theirs, ours in pairs})
-    _exchange(facades, {id(theirs): ours for _, theirs, ours in pairs})
+    undo.callback(_replace_objects, facades, {id(ours): theirs for _, theirs, ours in replaced})
+    _replace_objects(facades, {id(theirs): ours for _, theirs, ours in replaced})
     for facade in facades:
         # Names that a facade has not looked up yet are missing from its attributes, but listed by `dir`.
         names = frozenset(dir(facade)) - vars(facade).keys()
-        for name, ours in [(name, ours) for name, _, ours in pairs if name in names]:
+        for name, ours in [(name, ours) for name, _, ours in replaced if name in names]:
             setattr(facade, name, ours)
             undo.callback(vars(facade).pop, name, None)
     for owner, name, adapt in (
@@ -82,29 +82,29 @@ def uninstall() -> None:
         _undo = None
 
 
-def _exchange(facades: list[ModuleType], objects: dict[int, Any]) -> None:
+def _replace_objects(facades: list[ModuleType], objects: dict[int, Any]) -> None:
     """Replace objects, by identity, in all modules of transformers, and in their lists and dictionaries."""
-    for module, name, value in _held(facades):
+    for module, name, value in _references(facades):
         if id(value) in objects:
             setattr(module, name, objects[id(value)])
         elif type(value) in (list, dict):
-            for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                value[key] = objects.get(id(each), each)
+            for key, element in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                value[key] = objects.get(id(element), element)
 
 
-def _held(facades: list[ModuleType]) -> list[tuple[ModuleType, str, Any]]:
+def _references(facades: list[ModuleType]) -> list[tuple[ModuleType, str, Any]]:
     modules = [*facades, *(module for module in _modules() if _package(module) == "transformers")]
     unique = {id(module): module for module in modules}.values()
     return [(module, name, value) for module in unique for name, value in vars(module).items()]
 
 
-def _refuse_holders(theirs: set[int]) -> None:
+def _refuse_early_imports(ids: set[int]) -> None:
     """Raise if a module outside transformers refers to the objects, or to classes derived from them."""
     holders = {
         module.__name__: names
         for module in _modules()
         if _package(module) not in _LIBRARY
-        and (names := [name for name, value in list(vars(module).items()) if _is_one_of(value, theirs)])
+        and (names := [name for name, value in list(vars(module).items()) if _is_one_of(value, ids)])
     }
     if holders:
         module_name, names = next(iter(holders.items()))
@@ -117,10 +117,10 @@ def _refuse_holders(theirs: set[int]) -> None:
         )
 
 
-def _is_one_of(value: Any, theirs: set[int]) -> bool:
+def _is_one_of(value: Any, ids: set[int]) -> bool:
     # `isinstance` reads the value's `__class__`, for which lazy objects in modules may emit a warning.
     is_class = issubclass(type(value), type)
-    return id(value) in theirs or (is_class and any(id(base) in theirs for base in value.__mro__))
+    return id(value) in ids or (is_class and any(id(base) in ids for base in value.__mro__))
 
 
 def _modules() -> list[ModuleType]:

@@ -118,7 +118,7 @@ class ShardedBatches:
         """Return the state that differs by rank."""
         return {"epoch_rng": self._epoch_rng, "data": self._feed.state_dict()}
 
-    def restore(self, facts: dict[str, Any], own: dict[str, Any], *, step: int) -> None:
+    def restore(self, facts: dict[str, Any], rank_state: dict[str, Any], *, step: int) -> None:
         """Continue from a checkpoint's position; it may have been saved by a different number of ranks.
 
         Raises:
@@ -131,11 +131,11 @@ class ShardedBatches:
         self._progress = convert_position(
             progress, *(BatchGrid.of(shape, shape["num_batches"]) for shape in (saved, geometry))
         )
-        self._epoch_rng = own["epoch_rng"]
+        self._epoch_rng = rank_state["epoch_rng"]
         with preserved_rng():  # report invalid states now instead of in the next iteration
             restore_rng(self._epoch_rng or capture_rng())
         # Each rank that reads a stream may have been at a different position in it.
-        self._feed.load_state_dict(None if changes and self._feed.is_stream else own["data"])
+        self._feed.load_state_dict(None if changes and self._feed.is_stream else rank_state["data"])
 
     def _geometry(self) -> dict[str, Any]:
         world_size = self._strategy.data.world_size

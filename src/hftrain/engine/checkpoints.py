@@ -66,7 +66,7 @@ class EngineCheckpoints:
 
     def save(self, model: nn.Module, optimizer: Optimizer, step: int) -> Path:
         """Save a checkpoint, and delete old ones. Collective."""
-        manager, strategy, module = self._claimed("save()"), self._strategy, self._strategy.unwrap(model)
+        manager, strategy, module = self._claim("save()"), self._strategy, self._strategy.unwrap(model)
         registry = self._registry(model, optimizer)
         weights = {} if strategy.model_shards(model) is not None else strategy.model_state(model)
         shared = [partial(save_weights, module, state_dict=weights), *registry.capture(as_it_is)]
@@ -80,14 +80,14 @@ class EngineCheckpoints:
         folder = self._find(path)
         if folder is None:
             return 0
-        manager, strategy, module = self._claimed("load()"), self._strategy, self._strategy.unwrap(model)
+        manager, strategy, module = self._claim("load()"), self._strategy, self._strategy.unwrap(model)
         manifest = read_manifest(folder)
         if "batches" not in manifest.facts:
             reason, remedy = "A Trainer saved it.", "Resume it with that Trainer, or read its model.safetensors."
             raise CheckpointError(f"Cannot load {folder} into an Engine:", reason, remedy)
         with restoring(folder):
             registry, saved = self._registry(model, optimizer, folder), manifest.facts["geometry"]
-            check_equal(saved, self._kind(optimizer), step=manifest.step)
+            check_equal(saved, self._required_facts(optimizer), step=manifest.step)
             check_resumable(saved, self._geometry(), is_within_epoch=False, step=manifest.step)
             load_weights(module, folder, strategy=strategy)
             registry.load(Scope.WHOLE, lambda *_: folder)
@@ -100,24 +100,24 @@ class EngineCheckpoints:
     def _registry(self, model: nn.Module, optimizer: Optimizer, folder: Path = Path()) -> Registry:
         """Return what a checkpoint holds besides the weights, to be saved, or to be loaded from a folder."""
         path = folder / rng_name(rank=self._strategy.rank, world_size=self._strategy.world_size)
-        in_training = self._strategy, model, optimizer, self._precision
+        training_parts = self._strategy, model, optimizer, self._precision
 
         def position() -> dict[str, Any]:
-            geometry = {**self._kind(optimizer), **self._geometry()}
-            return {"geometry": geometry, "batches": [each.facts() for each in self.batches]}
+            geometry = {**self._required_facts(optimizer), **self._geometry()}
+            return {"geometry": geometry, "batches": [batches.facts() for batches in self.batches]}
 
         def read_precision(folder: Path) -> str:
             return str(read_manifest(folder).facts["geometry"]["precision"])
 
         def load_objects(states: dict[str, Any]) -> None:
-            for name, each in self.objects.items():
-                if isinstance(each, LRScheduler):
-                    restore_schedule(path, each, states[name])
+            for name, stateful in self.objects.items():
+                if isinstance(stateful, LRScheduler):
+                    restore_schedule(path, stateful, states[name])
                 else:
-                    each.load_state_dict(states[name])
+                    stateful.load_state_dict(states[name])
 
         def objects() -> dict[str, Any]:
-            return {name: each.state_dict() for name, each in self.objects.items()}
+            return {name: stateful.state_dict() for name, stateful in self.objects.items()}
 
         def load_batches(states: list[dict[str, Any]]) -> None:
             manifest = read_manifest(folder)
@@ -127,15 +127,15 @@ class EngineCheckpoints:
         return Registry(
             {
                 "position": Entry(Scope.MANIFEST, position),
-                **training_entries(*in_training, read_precision=read_precision),
+                **training_entries(*training_parts, read_precision=read_precision),
                 "objects": Entry(Scope.RANK, objects, load_objects),
-                "batches": Entry(Scope.RANK, lambda: [each.own_state() for each in self.batches], load_batches),
+                "batches": Entry(Scope.RANK, lambda: [batches.own_state() for batches in self.batches], load_batches),
             }
         )
 
     def _find(self, path: str | Path) -> Path | None:
         """Return the checkpoint to load; the main process verifies it. Collective."""
-        manager, folder, error = self._claimed("load()"), None, None
+        manager, folder, error = self._claim("load()"), None, None
         if self._strategy.is_main:
             try:
                 folder = manager.latest() if path == "auto" else Path(path)
@@ -148,17 +148,17 @@ class EngineCheckpoints:
             raise CheckpointError(reason) from error
         return name and Path(name)
 
-    def _kind(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _required_facts(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the facts that a checkpoint must match."""
         return {"optimizer": type(optimizer).__name__, "registered": [*self.objects], "shards": len(self.batches)}
 
     def _geometry(self) -> dict[str, Any]:
         policy = self._precision.policy
         dtype = None if Owns.CASTING in self._strategy.owns else str(policy.param_dtype)
-        place = {"world_size": self._strategy.data.world_size, "readers": readers_of(self._strategy)}
-        return {**place, "precision": policy.name, "weights_dtype": dtype}
+        world = {"world_size": self._strategy.data.world_size, "readers": readers_of(self._strategy)}
+        return {**world, "precision": policy.name, "weights_dtype": dtype}
 
-    def _claimed(self, call: str) -> CheckpointManager:
+    def _claim(self, call: str) -> CheckpointManager:
         manager = self._manager
         if manager is None:
             raise refused(call, "There is no folder for checkpoints.", "Pass Engine(output_dir=...).")

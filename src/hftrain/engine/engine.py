@@ -158,12 +158,12 @@ class Engine:
             remedy = "Remove the config's scheduler and register() one of torch.optim.lr_scheduler."
             raise refused("setup()", "The DeepSpeed config makes a schedule that would know no length.", remedy)
         strategy.plan_clipping(self._max_grad_norm)
-        extras: list[torch.Tensor] = []
+        unheld: list[torch.Tensor] = []
 
         def make(module: nn.Module) -> Optimizer:
             optimizer = make_optimizer(module)
             ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            extras[:] = [p for p in module.parameters() if id(p) not in ids]
+            unheld[:] = [p for p in module.parameters() if id(p) not in ids]
             if not any(id(p) in ids for p in module.parameters()):
                 remedy = "Make it from the model that the function is called with."
                 raise refused("setup()", "The optimizer holds none of the model's parameters.", remedy)
@@ -172,7 +172,7 @@ class Engine:
         wrapper, optimizer = strategy.setup(precision.convert(model), make, precision.policy)
         assert optimizer is not None
         stepper = assemble_stepper(
-            strategy=strategy, precision=precision, optimizer=optimizer, args=self._clipping, unheld=extras
+            strategy=strategy, precision=precision, optimizer=optimizer, args=self._clipping, unheld=unheld
         )
         self._run = _Run(wrapper, optimizer, stepper)
         return wrapper, optimizer

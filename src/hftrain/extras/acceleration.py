@@ -38,32 +38,32 @@ def make_accelerator(args: TrainingArguments, strategy: Strategy, precision: Pre
     from accelerate.utils import GradientAccumulationPlugin
 
     strategy.launch()
-    mixed, loading = _settings(args, precision.policy, device_type=strategy.device_type)
+    mixed, loader_settings = _settings(args, precision.policy, device_type=strategy.device_type)
     options = strategy.accelerator_options()
     # Set afterwards: passed as an argument, it would be dropped on a CPU and leave an environment variable set.
     fsdp_plugin = options.pop("fsdp_plugin", None)
-    known = accelerate_state("AcceleratorState")
-    if known and (known.get("_mixed_precision") != mixed or options.keys() & _PLUGINS or _has_engine(known)):
+    earlier = accelerate_state("AcceleratorState")
+    if earlier and (earlier.get("_mixed_precision") != mixed or options.keys() & _PLUGINS or _has_engine(earlier)):
         # A singleton that would keep the settings of an earlier Trainer.
-        known.clear()
+        earlier.clear()
     process = accelerate_state("PartialState")
     is_alone = strategy.world_size == 1
     if process and is_alone and torch.device(process.get("device", "cpu")).type != strategy.device_type:
-        known.clear()
+        earlier.clear()
         process.clear()
     accelerator: Any = Accelerator(
         mixed_precision=mixed,
         # The Trainer accumulates, so `backward` must not divide: as documented, a training_step divides its loss.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
-        dataloader_config=DataLoaderConfiguration(**loading),
+        dataloader_config=DataLoaderConfiguration(**loader_settings),
         **options,
     )
-    for shared in (accelerator.state, accelerator.gradient_state):
-        shared.__dict__ = dict(vars(shared))  # no longer shared from here on
+    for state in (accelerator.state, accelerator.gradient_state):
+        state.__dict__ = dict(vars(state))  # no longer shared from here on
     if fsdp_plugin is not None:
         accelerator.state.fsdp_plugin = fsdp_plugin
     _check(accelerator, strategy)
-    _bind(accelerator, strategy, precision, computing)
+    _use_run_calls(accelerator, strategy, precision, computing)
     return accelerator
 
 
@@ -97,11 +97,11 @@ def adopt_accelerator(
             f"The assigned Accelerator has mixed_precision={accelerator.mixed_precision!r}. The training still "
             f"runs with precision={precision.policy.name!r}: pass precision= to change it."
         )
-    _bind(accelerator, strategy, precision, computing)
+    _use_run_calls(accelerator, strategy, precision, computing)
     return accelerator
 
 
-def _bind(accelerator: Any, strategy: Strategy, precision: Precision, computing: StepCalls) -> None:
+def _use_run_calls(accelerator: Any, strategy: Strategy, precision: Precision, computing: StepCalls) -> None:
     from accelerate import Accelerator
 
     accelerator.backward = computing.own_backward = partial(_backward, computing, accelerator)
@@ -136,12 +136,12 @@ def _unscale(
                 f"precision={precision.policy.name!r} adds scaled gradients to them.",
                 "Do it where trainer.accelerator.sync_gradients is True, or in on_pre_optimizer_step.",
             )
-        given: list[Any] = (
+        optimizers: list[Any] = (
             list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer or computing.optimizer]
         )
-        for each in given:
+        for item in optimizers:
             # accelerate wraps the optimizers that it prepares.
-            precision.unscale(getattr(each, "optimizer", each))
+            precision.unscale(getattr(item, "optimizer", item))
 
 
 def _clip_norm(
@@ -165,17 +165,17 @@ def _clip_norm(
     return strategy.clip_grad_norm(list(parameters), max_norm, norm_type)
 
 
-def _has_engine(known: Any) -> bool:
-    return known.get("deepspeed_plugins") is not None or known.get("fsdp_plugin") is not None
+def _has_engine(state: Any) -> bool:
+    return state.get("deepspeed_plugins") is not None or state.get("fsdp_plugin") is not None
 
 
 def _check(accelerator: Any, strategy: Strategy) -> None:
-    found = (accelerator.process_index, accelerator.num_processes, accelerator.device.type)
-    wanted = (strategy.rank, strategy.world_size, strategy.device_type)
-    if found != wanted:
+    actual = (accelerator.process_index, accelerator.num_processes, accelerator.device.type)
+    expected = (strategy.rank, strategy.world_size, strategy.device_type)
+    if actual != expected:
         raise StrategyError(
             f"Cannot use or assign trainer.accelerator with strategy={strategy.name!r}.",
-            f"accelerate says (rank, processes, device) = {found}, the strategy {wanted}.",
+            f"accelerate says (rank, processes, device) = {actual}, the strategy {expected}.",
             "Make no Accelerator or PartialState before the Trainer, or let it describe the same processes.",
         )
 

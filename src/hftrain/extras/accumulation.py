@@ -57,7 +57,8 @@ class GradientAccumulationScheduler(TrainerCallback):
 
     def wrap_parts(self, parts: Any) -> Any:
         """Take as many micro-batches as the schedule says."""
-        largest, config, take = max(number for _, number in self._changes), parts.config, parts.hooks.get_batch_samples
+        config, get_samples = parts.config, parts.hooks.get_batch_samples
+        largest = max(number for _, number in self._changes)
         if config.accumulation != largest:
             raise ConfigError(
                 f"Cannot schedule the accumulation with gradient_accumulation_steps={config.accumulation}.",
@@ -71,12 +72,12 @@ class GradientAccumulationScheduler(TrainerCallback):
                 "Set max_steps, a number of updates.",
             )
 
-        def scheduled(batches: Any, _: int, device: Any) -> Any:
-            return take(batches, self.number_at(parts.progress.step), device)
+        def get_scheduled(batches: Any, _: int, device: Any) -> Any:
+            return get_samples(batches, self.number_at(parts.progress.step), device)
 
         # For the loop a step of any size is whole.
         return replace(
             parts,
             config=replace(config, accumulation=1),
-            hooks=replace(parts.hooks, get_batch_samples=scheduled),
+            hooks=replace(parts.hooks, get_batch_samples=get_scheduled),
         )

@@ -39,44 +39,45 @@ def attach_weights(model: nn.Module, source: str | Path) -> nn.Module:
         ConfigError: The model is not on the meta device, or has tensors there that no file holds.
         CheckpointError: There are no safetensors, a file is damaged, or names or shapes do not fit.
     """
-    path, asked = Path(source), f"Cannot read the weights of {type(model).__name__} from {source}."
+    path, problem = Path(source), f"Cannot read the weights of {type(model).__name__} from {source}."
     if not any(parameter.is_meta for parameter in model.parameters()):
         remedy = "Build it within torch.device('meta'), or load it with from_pretrained() or load_state_dict()."
-        raise ConfigError(asked, "It is not on the meta device, and has weights.", remedy)
-    state, own = open_weights(path), model.state_dict(keep_vars=True)
-    add_tied(state, own)
+        raise ConfigError(problem, "It is not on the meta device, and has weights.", remedy)
+    state, expected = open_weights(path), model.state_dict(keep_vars=True)
+    add_tied(state, expected)
     ignored = "|".join([_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())])
-    state = {name: value for name, value in state.items() if name in own or not re.search(ignored, name)}
+    state = {name: value for name, value in state.items() if name in expected or not re.search(ignored, name)}
     if not all(isinstance(value, StoredTensor) for value in state.values()):
-        raise CheckpointError(asked, "Its files are in torch's zip format, which is read whole.", "Use safetensors.")
+        raise CheckpointError(problem, "Its files are in torch's zip format, which is read whole.", "Use safetensors.")
     kinds = {
-        "missing": [name for name, tensor in own.items() if name not in state and tensor.is_meta],
-        "unexpected": [name for name in state if name not in own],
-        "of another shape": [name for name in state if name in own and state[name].shape != own[name].shape],
+        "missing": [name for name, tensor in expected.items() if name not in state and tensor.is_meta],
+        "unexpected": [name for name in state if name not in expected],
+        "of another shape": [name for name in state if name in expected and state[name].shape != expected[name].shape],
     }
-    if told := [f"{kind}: {listed(names, most=5)}" for kind, names in kinds.items() if names]:
+    if mismatches := [f"{kind}: {listed(names, most=5)}" for kind, names in kinds.items() if names]:
         raise CheckpointError(
-            asked,
-            f"Names or shapes do not fit: {'; '.join(told)}.",
+            problem,
+            f"Names or shapes do not fit: {'; '.join(mismatches)}.",
             "Use the files of this model. If transformers renames them when it loads: load and save them once with "
             "save_pretrained(folder, save_original_format=False).",
         )
     _fill_computed_buffers(model)
-    names = [f"{prefix}.{leaf}".lstrip(".") for prefix, module in model.named_modules() for leaf in _hollow(module)]
-    if left := [name for name in names if name not in state]:
+    paths = ((path, leaf) for path, module in model.named_modules() for leaf in _meta_tensors(module))
+    names = [f"{path}.{leaf}".lstrip(".") for path, leaf in paths]
+    if computed := [name for name in names if name not in state]:
         raise ConfigError(
-            asked,
-            f"The model computes {listed(left, most=5)} when it is built, which did not happen on the meta device.",
+            problem,
+            f"The model computes {listed(computed, most=5)} when it is built, which did not happen on the meta device.",
             "Build it within accelerate's init_empty_weights(), which puts only parameters on the meta device.",
         )
     attach_stored(model, state)
     return model
 
 
-def _hollow(module: nn.Module) -> dict[str, torch.Tensor]:
+def _meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's buffers, and tensors in plain attributes, that are on the meta device."""
-    named = {**vars(module), **dict(module.named_buffers(recurse=False))}
-    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_meta}
+    tensors = {**vars(module), **dict(module.named_buffers(recurse=False))}
+    return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor) and value.is_meta}
 
 
 def _fill_computed_buffers(model: nn.Module) -> None:
@@ -86,18 +87,18 @@ def _fill_computed_buffers(model: nn.Module) -> None:
     been built.
     """
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
-    for part in model.modules():
-        if not isinstance(part, kind) or not any(map(_hollow, part.modules())):
+    for submodel in model.modules():
+        if not isinstance(submodel, kind) or not any(map(_meta_tensors, submodel.modules())):
             continue
         default: torch.dtype = torch.get_default_dtype()
-        torch.set_default_dtype(part.dtype)
+        torch.set_default_dtype(submodel.dtype)
         try:
             with preserved_rng(), weightless(), torch.device("cpu"):
-                twins = dict(type(part)(copy.deepcopy(part.config)).named_modules())
+                twin_modules = dict(type(submodel)(copy.deepcopy(submodel.config)).named_modules())
         finally:
             torch.set_default_dtype(default)
-        for name, module in part.named_modules():
-            for leaf, own in _hollow(module).items():
-                value = getattr(twins.get(name), leaf, None)
-                if isinstance(value, torch.Tensor) and value.shape == own.shape:
-                    setattr(module, leaf, value.to(own.dtype))
+        for name, module in submodel.named_modules():
+            for leaf, buffer in _meta_tensors(module).items():
+                value = getattr(twin_modules.get(name), leaf, None)
+                if isinstance(value, torch.Tensor) and value.shape == buffer.shape:
+                    setattr(module, leaf, value.to(buffer.dtype))

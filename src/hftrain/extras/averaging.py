@@ -35,7 +35,7 @@ class WeightAverage(TrainerCallback):
         self.device = device
         self.averages: dict[str, torch.Tensor] = {}
         self.num_averaged = 0
-        self._named: list[tuple[str, nn.Parameter]] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
 
     def share(self) -> float:
         """Return the share of the average that remains at the next update."""
@@ -58,7 +58,7 @@ class WeightAverage(TrainerCallback):
                 "Leave save_only_model out.",
             )
         self.has_left_average = False
-        self._named, self.averages, self.num_averaged = list(kwargs["model"].named_parameters()), {}, 0
+        self._parameters, self.averages, self.num_averaged = list(kwargs["model"].named_parameters()), {}, 0
         self._pairs()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,8 +69,8 @@ class WeightAverage(TrainerCallback):
                 parameter.copy_(average)
 
     def close_run(self) -> None:
-        """End the training."""
-        self._named = []
+        """Let go of the parameters; the averages stay."""
+        self._parameters = []
 
     @torch.no_grad()
     def update(self) -> None:
@@ -85,13 +85,13 @@ class WeightAverage(TrainerCallback):
     def evaluation_weights(self) -> Iterator[None]:
         """Give the model the averages in the context, and its own weights after it."""
         pairs = self._pairs() if self.num_averaged else []
-        live = [parameter.clone() for parameter, _ in pairs]
+        trained = [parameter.clone() for parameter, _ in pairs]
         for parameter, average in pairs:
             parameter.copy_(average)
         try:
             yield
         finally:
-            for (parameter, _), value in zip(pairs, live, strict=True):
+            for (parameter, _), value in zip(pairs, trained, strict=True):
                 parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,14 +100,14 @@ class WeightAverage(TrainerCallback):
 
     def make_room(self, state: Mapping[str, Any]) -> None:
         """Average the parameters of a saved state, which may be other ones than those that train at the start."""
-        parameters = dict(self._named)
+        parameters = dict(self._parameters)
         if missing := sorted(state["averages"].keys() - parameters.keys()):
             raise CheckpointError(
                 f"Cannot restore the averages of {type(self).__name__}.",
                 f"The model has no parameters named {', '.join(missing[:3])}.",
                 "Train the model that was saved.",
             )
-        self.averages = {name: self._start_of(parameters[name]) for name in state["averages"]}
+        self.averages = {name: self._initial_average(parameters[name]) for name in state["averages"]}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ class WeightAverage(TrainerCallback):
             self.averages[name].copy_(average)
         self.num_averaged = state["num_averaged"]
 
-    def _start_of(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _initial_average(self, parameter: nn.Parameter) -> torch.Tensor:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         device = parameter.device if parameter.is_meta else self.device or parameter.device
         return parameter.detach().to(device, dtype, copy=True)
@@ -124,12 +124,12 @@ class WeightAverage(TrainerCallback):
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the averaged parameters with their averages, of those that train by now."""
         averages = self.averages
-        for name, parameter in self._named:
+        for name, parameter in self._parameters:
             if name not in averages and parameter.requires_grad and parameter.is_floating_point():
-                averages[name] = self._start_of(parameter)
+                averages[name] = self._initial_average(parameter)
         # Stages of a pipeline average what they hold; other parameters are on the meta device.
-        own = [(name, parameter.detach()) for name, parameter in self._named if not parameter.is_meta]
-        return [(parameter, averages[name]) for name, parameter in own if name in averages]
+        own_parameters = [(name, parameter.detach()) for name, parameter in self._parameters if not parameter.is_meta]
+        return [(parameter, averages[name]) for name, parameter in own_parameters if name in averages]
 
 
 class EMA(WeightAverage):
@@ -218,7 +218,7 @@ class SWA(WeightAverage):
             self.update()
 
     def wrap_parts(self, parts: Any) -> Any:
-        """Keep the progress of the run."""
+        """Keep the progress, which tells whether an epoch has ended."""
         self._progress = parts.progress
         return parts
 

@@ -32,7 +32,7 @@ _WRITING_HOOKS = ("save_model", "_save", "_save_checkpoint", "_save_optimizer_an
 _SHORT_WAIT_S = 0.1
 # Below this, the caching allocator's rounding costs little; above, memory is registered directly.
 _SMALL_BYTES = 1 << 20
-_ELSEWHERE = explain(
+_FAILED_ELSEWHERE = explain(
     "Cannot write a checkpoint in the background.",
     "Another process failed after its commit; see its error.",
     "Fix the cause, then resume from the newest checkpoint.",
@@ -47,8 +47,8 @@ class BackgroundWriter(CheckpointWriter):
         self._parts = parts
         self._consensus: Consensus | None = None
         self._copies: HostCopies | None = None
-        self._flight: BackgroundWrite | None = None
-        self._has_waited = self._is_closed = False
+        self._pending_write: BackgroundWrite | None = None
+        self._has_warned = self._is_closed = False
         self._is_written = threading.Event()
 
     def start(self, *, consensus: Consensus | None, silence: str) -> None:
@@ -99,18 +99,18 @@ class BackgroundWriter(CheckpointWriter):
                     self.manager.lock.release()
 
         def conclude(path: Path | None, error: BaseException | None) -> None:
-            self._flight = None
+            self._pending_write = None
             self.conclude(captured, then, path, error)
 
-        self._flight = BackgroundWrite(f"written {captured.step}", work, conclude, consensus=self._consensus)
+        self._pending_write = BackgroundWrite(f"written {captured.step}", work, conclude, consensus=self._consensus)
 
     def finish(self, *, for_next: bool = False, name: str | None = None) -> None:
-        flight, start_s = self._flight, time.perf_counter()
-        if flight is not None and name in (None, flight.name):
-            flight.finish()
+        write, start_s = self._pending_write, time.perf_counter()
+        if write is not None and name in (None, write.name):
+            write.finish()
             is_long = time.perf_counter() - start_s > _SHORT_WAIT_S
-            if for_next and is_long and not self._has_waited and self.manager.is_committer:
-                self._has_waited = True
+            if for_next and is_long and not self._has_warned and self.manager.is_committer:
+                self._has_warned = True
                 logger.warning(
                     "A save waited %.1f s for the one before it to be written: the disk is slower than the saves come. "
                     "Save less often; this is said once.",
@@ -120,28 +120,28 @@ class BackgroundWriter(CheckpointWriter):
             self._copies.begin()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        flight, self._flight = self._flight, None
+        write, self._pending_write = self._pending_write, None
         # A program that must end at once does not wait: the pending write is lost.
-        if flight is not None and not isinstance(error, KeyboardInterrupt):
+        if write is not None and not isinstance(error, KeyboardInterrupt):
             if self._consensus is not None and error is not None and is_peer_gone(error):
                 self._consensus.expect_no_more()
-            failure = flight.wait()
+            failure = write.wait()
             if failure is not None:
                 logger.error("The last checkpoint could not be written in the background: %s", failure)
-        if self._copies is not None and (flight is None or flight.is_over):
+        if self._copies is not None and (write is None or write.is_over):
             self._copies.close()
-        if flight is not None:
-            self.manager.lock.linger(flight.wait)
+        if write is not None:
+            self.manager.lock.linger(write.wait)
         self._consensus = self._copies = None
         self._is_closed = True
-        if flight is None or self._is_written.is_set():
+        if write is None or self._is_written.is_set():
             self.manager.lock.release()
 
     def _reserve_later(self, copies: HostCopies) -> None:
         parts = self._parts
         strategy, optimizer, manager = parts.strategy, parts.optimizer, self.manager
 
-        def show(keep: Keep) -> None:
+        def capture_all(keep: Keep) -> None:
             capture_shards(strategy, parts.wrapped, None if manager.only_model else optimizer, keep)
             if strategy.shards_model:  # the rest must be gathered, which costs more than its memory
                 return
@@ -152,7 +152,7 @@ class BackgroundWriter(CheckpointWriter):
         def reserve() -> None:
             if getattr(optimizer, "state", True) or not parts.precision.state_dict():  # a loss scale skips steps
                 parts.pending.remove(reserve)
-                copies.reserve(show)
+                copies.reserve(capture_all)
 
         parts.pending.append(reserve)
 
@@ -191,7 +191,7 @@ class BackgroundWrite:
         consensus: Consensus,
     ) -> None:
         self.name = name
-        self._work, self._then, self._consensus = work, then, consensus
+        self._work, self._on_end, self._consensus = work, then, consensus
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._is_over = threading.Event()
@@ -214,7 +214,7 @@ class BackgroundWrite:
         """Wait, and call `then`. All processes must call it at the same step, once."""
         self.wait()
         self._consensus.withdraw(self.name)
-        self._then(self._path, self._error)
+        self._on_end(self._path, self._error)
 
     def _run(self) -> None:
         try:
@@ -223,7 +223,7 @@ class BackgroundWrite:
             self._error = error
         try:
             if not self._consensus.all_true(self._error is None) and self._error is None:
-                self._error = CheckpointError(_ELSEWHERE)
+                self._error = CheckpointError(_FAILED_ELSEWHERE)
         except BaseException as error:
             self._error = self._error or error
         self._consensus.ask(self.name)
@@ -237,12 +237,12 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self._free: dict[Any, list[torch.Tensor]] = {}
-        self._used: list[tuple[Any, torch.Tensor]] = []
+        self._free_buffers: dict[Any, list[torch.Tensor]] = {}
+        self._used_buffers: list[tuple[Any, torch.Tensor]] = []
         self._registered: set[int] = set()
         self._devices: set[torch.device] = set()
-        self._reserving: threading.Thread | None = None
-        self._is_needed = threading.Event()
+        self._reserve_thread: threading.Thread | None = None
+        self._is_cancelled = threading.Event()
 
     def reserve(self, capture: Callable[[Callable[[Any], Any]], Any]) -> None:
         """Allocate the memory of the first copies in a thread, so that they need not wait for it; at most once.
@@ -250,54 +250,54 @@ class HostCopies:
         Args:
             capture: Calls its argument with each nested structure that will be copied.
         """
-        if self._used:
+        if self._used_buffers:
             return
-        likes: dict[Any, torch.Tensor] = {}
+        templates: dict[Any, torch.Tensor] = {}
 
         def note(tree: Any) -> Any:
-            map_tensors(tree, lambda tensor: likes.setdefault(tensor_identity(tensor), tensor.detach()))
+            map_tensors(tree, lambda tensor: templates.setdefault(tensor_identity(tensor), tensor.detach()))
             return tree
 
         capture(note)
-        likes.pop(None, None)  # not plain memory
-        self._reserving = threading.Thread(
-            target=self._reserve, args=(list(likes.values()),), name="hftrain-reserve", daemon=True
+        templates.pop(None, None)  # not plain memory
+        self._reserve_thread = threading.Thread(
+            target=self._reserve, args=(list(templates.values()),), name="hftrain-reserve", daemon=True
         )
-        self._reserving.start()
+        self._reserve_thread.start()
 
     def begin(self) -> None:
         """Make all memory available for new copies."""
-        if self._reserving is not None:
-            self._is_needed.set()
-            self._reserving.join()
-            self._reserving = None
-        for key, room in self._used:
-            self._free.setdefault(key, []).append(room)
-        self._used, self._devices = [], set()
+        if self._reserve_thread is not None:
+            self._is_cancelled.set()
+            self._reserve_thread.join()
+            self._reserve_thread = None
+        for key, buffer in self._used_buffers:
+            self._free_buffers.setdefault(key, []).append(buffer)
+        self._used_buffers, self._devices = [], set()
 
     def copy(self, tree: Any) -> Any:
         """Return a nested structure with its tensors copied; shared tensors stay shared.
 
         Copies from a device may not be complete on return, see `fence`.
         """
-        known: dict[Any, torch.Tensor] = {}
+        copies: dict[Any, torch.Tensor] = {}
 
-        def once(tensor: torch.Tensor) -> torch.Tensor:
+        def copy_once(tensor: torch.Tensor) -> torch.Tensor:
             identity = tensor_identity(tensor)
             if identity is None:  # not plain memory
                 return tensor.detach().to("cpu", copy=True)
-            if identity not in known:
-                known[identity] = self._copy(tensor.detach())
-            return known[identity]
+            if identity not in copies:
+                copies[identity] = self._copy(tensor.detach())
+            return copies[identity]
 
-        return map_tensors(tree, once)
+        return map_tensors(tree, copy_once)
 
     def fence(self) -> Callable[[], None]:
         """End the copying; return a function that waits, in any thread, until it is complete. Does not synchronise."""
-        for rooms in self._free.values():
-            for room in rooms:
-                self._let_go(room)
-        self._free.clear()
+        for buffers in self._free_buffers.values():
+            for buffer in buffers:
+                self._unregister(buffer)
+        self._free_buffers.clear()
         events = []
         for device in self._devices:
             event = torch.Event(device)
@@ -315,49 +315,49 @@ class HostCopies:
         self.begin()
         self.fence()
 
-    def _reserve(self, likes: Sequence[torch.Tensor]) -> None:
+    def _reserve(self, templates: Sequence[torch.Tensor]) -> None:
         try:
-            for like in likes:
-                if self._is_needed.is_set():  # missing memory is allocated by the copy
+            for template in templates:
+                if self._is_cancelled.is_set():  # missing memory is allocated by the copy
                     return
-                key = _form(like)
-                with torch.accelerator.device_index(like.device.index):  # a thread starts on the first device
-                    room = self._make(like, is_pinned=key[-1])
+                key = _buffer_key(template)
+                with torch.accelerator.device_index(template.device.index):  # a thread starts on the first device
+                    buffer = self._allocate(template, is_pinned=key[-1])
                 # Touch the pages now, which takes longer than the copy. Not with torch, which would use as many threads
                 # as the training next to it.
-                ctypes.memset(room.data_ptr(), 0, room.nbytes)
-                self._free.setdefault(key, []).append(room)
+                ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
+                self._free_buffers.setdefault(key, []).append(buffer)
         except (RuntimeError, MemoryError) as error:
             logger.warning("The first save takes longer: its memory cannot be had beforehand (%s).", error)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = _form(tensor)
+        key = _buffer_key(tensor)
         is_pinned = key[-1]
-        rooms = self._free.get(key)
-        room = rooms.pop() if rooms else self._make(tensor, is_pinned=is_pinned)
-        self._used.append((key, room))
+        buffers = self._free_buffers.get(key)
+        buffer = buffers.pop() if buffers else self._allocate(tensor, is_pinned=is_pinned)
+        self._used_buffers.append((key, buffer))
         if is_pinned:
             # In stream order: a later update of the tensor waits for the copy, and the host does not.
             self._devices.add(tensor.device)
-        return room.copy_(tensor, non_blocking=is_pinned)
+        return buffer.copy_(tensor, non_blocking=is_pinned)
 
-    def _make(self, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-        num_bytes = like.numel() * like.element_size()
-        registers = is_pinned and num_bytes >= _SMALL_BYTES and like.device.type == "cuda"
-        room = torch.empty_like(like, device="cpu", pin_memory=is_pinned and not registers)
+    def _allocate(self, template: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+        num_bytes = template.numel() * template.element_size()
+        registers = is_pinned and num_bytes >= _SMALL_BYTES and template.device.type == "cuda"
+        buffer = torch.empty_like(template, device="cpu", pin_memory=is_pinned and not registers)
         if registers:
             # torch allocates pinned memory in powers of two: up to twice the state.
-            status = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
+            status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
             if int(status) == 0:
-                self._registered.add(room.data_ptr())
-        return room
+                self._registered.add(buffer.data_ptr())
+        return buffer
 
-    def _let_go(self, room: torch.Tensor) -> None:
-        if room.data_ptr() in self._registered:
-            self._registered.discard(room.data_ptr())
-            torch.cuda.cudart().cudaHostUnregister(room.data_ptr())  # type: ignore[no-untyped-call]
+    def _unregister(self, buffer: torch.Tensor) -> None:
+        if buffer.data_ptr() in self._registered:
+            self._registered.discard(buffer.data_ptr())
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
 
 
-def _form(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, bool]:
+def _buffer_key(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype, bool]:
     """Return a key that is equal for tensors that can be copied to the same memory."""
     return tensor.shape, tensor.stride(), tensor.dtype, has_own_queue(tensor.device.type)

@@ -30,22 +30,22 @@ class BatchCallback(TrainerCallback):
 
     def wrap_parts(self, parts: Any) -> Any:
         """Note what each micro-step uses and gives."""
-        given: dict[str, Any] = {}
-        train = parts.hooks.training_step
+        extras: dict[str, Any] = {}
+        train_step = parts.hooks.training_step
 
         def training_step(model: Any, batch: Any, num_items: Any) -> Any:
-            given.update(batch=batch, outputs=None, loss=None)  # frees the last outputs before the next forward pass
-            given["loss"] = loss = train(model, batch, num_items)
+            extras.update(batch=batch, outputs=None, loss=None)  # frees the last outputs before the next forward pass
+            extras["loss"] = loss = train_step(model, batch, num_items)
             return loss
 
         def note(module: Any, inputs: Any, outputs: Any) -> None:
-            given["outputs"] = outputs
+            extras["outputs"] = outputs
 
         self.close_run()
         # Traced into a compiled model, it would break on the first new object.
         self._hook = parts.model.register_forward_hook(torch.compiler.disable(note))  # type: ignore[no-untyped-call]
         return replace(
-            parts, events=_Events(parts.events, given), hooks=replace(parts.hooks, training_step=training_step)
+            parts, events=_Events(parts.events, extras), hooks=replace(parts.hooks, training_step=training_step)
         )
 
     def close_run(self) -> None:
@@ -56,11 +56,11 @@ class BatchCallback(TrainerCallback):
 
 
 class _Events:
-    def __init__(self, events: Any, given: dict[str, Any]) -> None:
-        self._events, self._given = events, given
+    def __init__(self, events: Any, extras: dict[str, Any]) -> None:
+        self._events, self._extras = events, extras
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._events, name)
 
     def fire(self, event: str, **extra: Any) -> Any:
-        return self._events.fire(event, **({**self._given, **extra} if event in _EVENTS else extra))
+        return self._events.fire(event, **({**self._extras, **extra} if event in _EVENTS else extra))

@@ -43,16 +43,16 @@ def chunked_cross_entropy(
     Returns:
         A 0-d tensor, in float32 at least.
     """
-    rows, goals = torch.split(hidden.flatten(0, -2), chunk_size), torch.split(labels.flatten(), chunk_size)
-    run = partial(checkpoint, _sum, weight, bias, use_reentrant=False, preserve_rng_state=False)
-    total = torch.stack([run(row, goal) for row, goal in zip(rows, goals, strict=True)]).sum()
+    chunks, targets = torch.split(hidden.flatten(0, -2), chunk_size), torch.split(labels.flatten(), chunk_size)
+    chunk_loss = partial(checkpoint, _sum, weight, bias, use_reentrant=False, preserve_rng_state=False)
+    total = torch.stack([chunk_loss(chunk, target) for chunk, target in zip(chunks, targets, strict=True)]).sum()
     return total if reduction == "sum" else total / (labels != IGNORED_LABEL).sum()
 
 
-def _sum(weight: torch.Tensor, bias: torch.Tensor | None, row: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    logits = F.linear(row, weight, bias)
+def _sum(weight: torch.Tensor, bias: torch.Tensor | None, chunk: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    logits = F.linear(chunk, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, goal, ignore_index=IGNORED_LABEL, reduction="sum")
+    return F.cross_entropy(logits, target, ignore_index=IGNORED_LABEL, reduction="sum")
 
 
 class ChunkedCrossEntropy(TrainerCallback):
@@ -96,12 +96,13 @@ class ChunkedCrossEntropy(TrainerCallback):
             reason = "Ranks share its head or its tokens; MeshStrategy(loss_parallel=True) alone saves the logits, too."
         if reason:
             raise ConfigError(f"Cannot use ChunkedCrossEntropy with {type(base).__name__}.", reason, _REMEDY)
-        base.loss_function = partial(_mean_loss, loss, head)
-        head.forward = partial(_head, head, self.chunk_size)
-        before = model.register_forward_pre_hook(partial(_before, head), with_kwargs=True)
-        after = model.register_forward_hook(partial(_after, head))
-        own = (partial(delattr, base, "_loss_function"), partial(delattr, head, "forward"))
-        self._undo = [before.remove, after.remove, *own]
+        step: dict[str, Any] = {}  # what these four hand to each other in one forward pass
+        base.loss_function = partial(_mean_loss, loss, step)
+        head.forward = partial(_head_forward, head, step, self.chunk_size)
+        before = model.register_forward_pre_hook(partial(_begin_forward, step), with_kwargs=True)
+        after = model.register_forward_hook(partial(_end_forward, step))
+        replaced = (partial(delattr, base, "_loss_function"), partial(delattr, head, "forward"))
+        self._undo = [before.remove, after.remove, *replaced]
         return stepper
 
     def close_run(self) -> None:
@@ -114,37 +115,35 @@ def _refuse(reason: str) -> TaskError:
     return TaskError("Cannot compute this loss with ChunkedCrossEntropy.", reason, _REMEDY)
 
 
-def _before(head: nn.Module, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _begin_forward(step: dict[str, Any], model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     """Give the head the labels of a training step."""
-    step = vars(head)["step"] = {}
+    step.clear()
     if model.training and torch.is_grad_enabled():
         labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
         if labels is None:
             raise _refuse(
                 "The model is not given labels: label_smoothing_factor, compute_loss_func or the step has them."
             )
-        step["goals"] = F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
+        step["labels"] = F.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
 
 
-def _head(head: Any, chunk_size: int, hidden: torch.Tensor) -> torch.Tensor:
+def _head_forward(head: Any, step: dict[str, Any], chunk_size: int, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits, or in a training step the sum of the losses."""
-    step = vars(head).get("step", {})
-    if "goals" not in step:
+    if "labels" not in step:
         return F.linear(hidden, head.weight, head.bias)
-    goals = step["goals"].to(hidden.device)
-    if hidden.shape[:-1] != goals.shape:
-        raise _refuse(f"The head gets tokens of shape {tuple(hidden.shape[:-1])}, and labels of {tuple(goals.shape)}.")
+    labels, tokens = step["labels"].to(hidden.device), hidden.shape[:-1]
+    if tokens != labels.shape:
+        raise _refuse(f"The head gets tokens of shape {tuple(tokens)}, and labels of {tuple(labels.shape)}.")
     options: Any = {"bias": head.bias, "reduction": "sum", "chunk_size": chunk_size}
-    step["sum"] = chunked_cross_entropy(hidden, head.weight, goals, **options)
-    step["count"] = (goals != IGNORED_LABEL).sum()
+    step["sum"] = chunked_cross_entropy(hidden, head.weight, labels, **options)
+    step["count"] = (labels != IGNORED_LABEL).sum()
     return step["sum"]  # type: ignore[no-any-return]
 
 
-def _mean_loss(own: Any, head: Any, logits: Any, *args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
+def _mean_loss(plain: Any, step: Any, logits: Any, *args: Any, num_items_in_batch: Any = None, **options: Any) -> Any:
     """Return the mean of the losses that the head computed; in place of the model's `loss_function`."""
-    step = vars(head).get("step", {})
-    if "goals" not in step:
-        return own(logits, *args, num_items_in_batch=num_items_in_batch, **options)
+    if "labels" not in step:
+        return plain(logits, *args, num_items_in_batch=num_items_in_batch, **options)
     if logits is not step.get("sum") or options.get("ignore_index", IGNORED_LABEL) != IGNORED_LABEL:
         raise _refuse("The model scales or caps its logits (as by final_logit_softcapping), or ignores another label.")
     step["is_used"] = True
@@ -152,11 +151,12 @@ def _mean_loss(own: Any, head: Any, logits: Any, *args: Any, num_items_in_batch:
     return logits / (count.to(logits.device) if isinstance(count, torch.Tensor) else count)
 
 
-def _after(head: nn.Module, model: nn.Module, args: Any, outputs: Any) -> Any:
+def _end_forward(step: dict[str, Any], model: nn.Module, args: Any, outputs: Any) -> Any:
     """Take the sum of the losses out of the outputs, which would hold it as their logits."""
-    step, vars(head)["step"] = vars(head)["step"], {}
-    if "goals" not in step:
+    has_labels, is_used = "labels" in step, "is_used" in step
+    step.clear()
+    if not has_labels:
         return outputs
-    if "is_used" not in step or not isinstance(outputs, Mapping):
+    if not is_used or not isinstance(outputs, Mapping):
         raise _refuse("The model does not compute its loss by its head and its loss_function, or returns a tuple.")
     return type(outputs)(**{name: value for name, value in outputs.items() if name != "logits"})

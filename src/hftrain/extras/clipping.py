@@ -66,9 +66,9 @@ class GradientClipping(TrainerCallback):
 
     @torch.no_grad()
     def _clip_value(self, groups: Any, strategy: Any) -> None:
-        for _, gradient in _trained(groups):
-            own = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # its shard
-            own.clamp_(-self.clipping_threshold, self.clipping_threshold)
+        for _, gradient in _gradients(groups):
+            shard = gradient.to_local() if hasattr(gradient, "to_local") else gradient  # its shard
+            shard.clamp_(-self.clipping_threshold, self.clipping_threshold)
 
     def _clip_group(self, groups: Any, strategy: Any) -> Any:
         norms = [
@@ -79,12 +79,12 @@ class GradientClipping(TrainerCallback):
 
     @torch.no_grad()
     def _clip_adaptive(self, groups: Any, strategy: Any) -> None:
-        for parameter, gradient in _trained(groups):
+        for parameter, gradient in _gradients(groups):
             largest = _unit_norms(parameter).clamp(min=_SMALLEST_WEIGHT) * self.clipping_threshold
             gradient.mul_((largest / _unit_norms(gradient).clamp(min=_SMALLEST_GRADIENT)).clamp(max=1.0))
 
 
-def _trained(groups: Any) -> Any:
+def _gradients(groups: Any) -> Any:
     return [(p, p.grad) for group in groups for p in group["params"] if p.grad is not None]
 
 

@@ -37,38 +37,38 @@ def other_weights(
             "copies of the weights, which could not be put back exactly.",
             "Pass weights='live', or load the checkpoint into a model and Trainer of its own.",
         )
-    has_left = any(getattr(each, "has_left_average", False) for each in events.callbacks)
+    has_left = any(getattr(callback, "has_left_average", False) for callback in events.callbacks)
     if weights == "live" and ckpt is None and has_left:
         raise ConfigError(
             "Cannot evaluate with weights='live' after the training.",
             "The model has the averages now, and only checkpoints the weights that trained.",
             "Pass ckpt='last', too, or leave both out.",
         )
-    own = evaluation_weights(trainer.optimizer)
-    with parts.activity.running(stage), own, events.evaluation_weights(live=True):
+    modes = evaluation_weights(trainer.optimizer)
+    with parts.activity.running(stage), modes, events.evaluation_weights(live=True):
         if ckpt is None:
             yield
             return
-        folder = _found(trainer, parts, ckpt)
+        folder = _find_checkpoint(trainer, parts, ckpt)
         parts.activity.place()  # before the weights come: a conversion would round them, and a move leave them behind
-        tensors = [each.detach() for each in (*trainer.task.parameters(), *trainer.task.buffers())]
-        live = [each.clone() for each in tensors]
+        tensors = [tensor.detach() for tensor in (*trainer.task.parameters(), *trainer.task.buffers())]
+        saved = [tensor.clone() for tensor in tensors]
         try:
             parts.hooks.load_from_checkpoint(str(folder))
             yield
         finally:
-            for tensor, value in zip(tensors, live, strict=True):
+            for tensor, value in zip(tensors, saved, strict=True):
                 tensor.copy_(value)
 
 
-def _found(trainer: TrainerHooks, parts: TrainerParts, ckpt: str | Path) -> Path:
+def _find_checkpoint(trainer: TrainerHooks, parts: TrainerParts, ckpt: str | Path) -> Path:
     """Return the checkpoint's folder on this machine; the main process finds and verifies it. Collective."""
-    best, found, problem = trainer.state.best_model_checkpoint, None, None
+    best, path, problem = trainer.state.best_model_checkpoint, None, None
     # By name, because the folder of the run may have been moved since.
-    asked = {"last": AUTO, "best": Path(best).name if best else False}.get(str(ckpt), str(ckpt))
+    request = {"last": AUTO, "best": Path(best).name if best else False}.get(str(ckpt), str(ckpt))
     try:
-        found = find_resume(trainer, parts.hooks, parts.output, asked)
-        if found is None and trainer.strategy.is_main:
+        path = find_resume(trainer, parts.hooks, parts.output, request)
+        if path is None and trainer.strategy.is_main:
             raise CheckpointError(
                 f"Cannot evaluate ckpt={ckpt!r}.",
                 f"There is no {ckpt} checkpoint in {str(parts.output.folder)!r}.",
@@ -78,6 +78,6 @@ def _found(trainer: TrainerHooks, parts: TrainerParts, ckpt: str | Path) -> Path
         problem = error
     if reason := trainer.strategy.broadcast_object(problem and str(problem)):
         raise problem or CheckpointError(reason)
-    folder = parts.output.share(found, is_on_each_node=trainer.args.save_on_each_node)
+    folder = parts.output.share(path, is_on_each_node=trainer.args.save_on_each_node)
     assert folder is not None
     return folder

@@ -22,7 +22,7 @@ from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState
 
 # The limit of counters.
-_END = 1 << 53
+_MAX_COUNT = 1 << 53
 
 
 def check_foreign(folder: Path) -> None:
@@ -73,11 +73,11 @@ def read_foreign(folder: Path, current: Mapping[str, Any], grid: BatchGrid) -> M
         is_split = grid.round_size < current["world_size"] * current["batch_size"]
         geometry["round_size"] = batch_size * (1 if is_split else world_size)
         if num_batches is not None and grid.num_samples is not None:
-            rest = grid.num_samples % geometry["round_size"] and not current["drop_last"]
-            num_batches = grid.num_samples // geometry["round_size"] + bool(rest)
-    epoch, used = _position(folder, state, num_batches=num_batches, accumulation=grid.accumulation)
-    done = epoch * (grid.num_samples or 0) + used * (geometry.get("round_size") or 0)
-    progress = {"step": state.global_step, "epoch": epoch, "micro_steps_in_epoch": used, "samples": done}
+            has_rest = grid.num_samples % geometry["round_size"] and not current["drop_last"]
+            num_batches = grid.num_samples // geometry["round_size"] + bool(has_rest)
+    epoch, micro_steps = _position(folder, state, num_batches=num_batches, accumulation=grid.accumulation)
+    num_samples = epoch * (grid.num_samples or 0) + micro_steps * (geometry.get("round_size") or 0)
+    progress = {"step": state.global_step, "epoch": epoch, "micro_steps_in_epoch": micro_steps, "samples": num_samples}
     plan = {"max_steps": state.max_steps, "asked": state.max_steps, "num_batches": num_batches}
     return Manifest(step=state.global_step, facts={"progress": progress, "geometry": geometry, "plan": plan})
 
@@ -88,8 +88,8 @@ def check_foreign_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Opt
     The rest is checked as in our own checkpoints, see `check_optimizer`.
     """
     name = "decoupled_weight_decay"
-    for group, own in zip(state.get("param_groups", []), optimizer.param_groups, strict=False):
-        if name in group and group[name] != own.get(name):
+    for group, own_group in zip(state.get("param_groups", []), optimizer.param_groups, strict=False):
+        if name in group and group[name] != own_group.get(name):
             raise _unusable(folder / OPTIMIZER, f"It is not the state of a {type(optimizer).__name__}")
 
 
@@ -100,16 +100,16 @@ def _position(folder: Path, state: TrainerState, *, num_batches: int | None, acc
     if num_batches is None:
         # Without a length, transformers counts the whole run as one epoch.
         return epoch, round((passes - epoch) * state.max_steps * accumulation)
-    used = round((passes - epoch) * num_batches)
-    steps = epoch * -(-num_batches // accumulation) + -(-used // accumulation)
-    if abs((passes - epoch) * num_batches - used) > 1e-4 or steps != state.global_step:
+    micro_steps = round((passes - epoch) * num_batches)
+    steps = epoch * -(-num_batches // accumulation) + -(-micro_steps // accumulation)
+    if abs((passes - epoch) * num_batches - micro_steps) > 1e-4 or steps != state.global_step:
         raise _unusable(
             folder,
             f"It was at step {state.global_step} after {passes:g} passes, which {num_batches} batches a pass and "
             f"gradient_accumulation_steps={accumulation} do not give",
             "Resume with the data and the accumulation of that run. A checkpoint saved here can then change the latter",
         )
-    return (epoch + 1, 0) if used == num_batches else (epoch, used)
+    return (epoch + 1, 0) if micro_steps == num_batches else (epoch, micro_steps)
 
 
 def _was_committed(folder: Path) -> bool:
@@ -117,20 +117,21 @@ def _was_committed(folder: Path) -> bool:
     try:
         # transformers pickles an object.
         is_ours = bool(load_part(folder, ARGUMENTS))
-        own = load_process_state(folder, rank=0, world_size=num_processes(folder)) if is_ours else {}
+        state = load_process_state(folder, rank=0, world_size=num_processes(folder)) if is_ours else {}
     except CheckpointError:
         return False
-    return "epoch_rng" in own and UNCOMMITTED not in own
+    return "epoch_rng" in state and UNCOMMITTED not in state
 
 
 def _read_state(folder: Path) -> TrainerState:
+    """Return the state if its numbers can be true: nothing else proves these files."""
     state = load_trainer_state(folder)
     counts = (state.global_step, state.max_steps)
     numbers = (state.epoch or 0.0,)
-    is_sound = all(type(count) is int and 0 <= count < _END for count in counts)
-    is_sound = is_sound and all(type(n) in (int, float) and 0 <= n < _END for n in numbers)
+    is_sound = all(type(count) is int and 0 <= count < _MAX_COUNT for count in counts)
+    is_sound = is_sound and all(type(n) in (int, float) and 0 <= n < _MAX_COUNT for n in numbers)
     size = state.train_batch_size
-    if not is_sound or not (size is None or (type(size) is int and 0 < size < _END)):
+    if not is_sound or not (size is None or (type(size) is int and 0 < size < _MAX_COUNT)):
         raise _unusable(folder / TRAINER_STATE, "Its counters are not numbers of steps, passes and samples")
     return state
 

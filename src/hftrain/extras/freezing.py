@@ -47,15 +47,15 @@ class Freeze(TrainerCallback):
 
     def __init__(self, modules: str | list[str] | Mapping[str, Any], until: str | float | None = None) -> None:
         names = [modules] if isinstance(modules, (str, nn.Module)) else modules
-        given = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, until)
-        wrong = [each for each in given.values() if each is not None and not _split(each)[0]]
-        if wrong or not given or not all(isinstance(each, str) for each in given):
+        ends = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, until)
+        invalid = [end for end in ends.values() if end is not None and not _parse_end(end)[0]]
+        if invalid or not ends or not all(isinstance(name, str) for name in ends):
             raise ConfigError(
-                f"Cannot freeze {', '.join(map(repr, given)) or 'no module'} until {wrong[0] if wrong else until!r}.",
+                f"Cannot freeze {', '.join(map(repr, ends)) or 'no module'} until {(invalid or [until])[0]!r}.",
                 "Modules are named by their paths; the end is a number of updates, or a length in 'ep', 'ba' or 'dur'.",
                 "Write a path of model.named_modules(); the end like '1ep', '500ba' or '0.1dur', or leave it out.",
             )
-        self.modules = given
+        self.modules = ends
         self._frozen: list[_Frozen] = []
 
     def wrap_stepper(self, stepper: Any, *, strategy: Any, **_: Any) -> Any:
@@ -72,57 +72,57 @@ class Freeze(TrainerCallback):
         """Freeze what is not due yet."""
         self.close_run()
         model, optimizer = kwargs["model"], kwargs["optimizer"]
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for pattern, until in self.modules.items():
-            if state.num_train_epochs == sys.maxsize and until is not None and _split(until)[1] == "ep":
+            if state.num_train_epochs == sys.maxsize and until is not None and _parse_end(until)[1] == "ep":
                 raise ConfigError(
                     f"Cannot unfreeze {pattern!r} at {until!r}.",
                     "The data has no length, so passes cannot be counted.",
                     "Give the end in updates ('500ba') or shares of the run ('0.1dur').",
                 )
-            named = find_named(model, pattern)
+            matches = find_named(model, pattern)
             # Others stay as they are: of a model with adapters, all but these were frozen before.
-            if until is not None and not any(id(p) in held for p in named.values()):
+            if until is not None and not any(id(p) in held_ids for p in matches.values()):
                 raise ConfigError(
                     f"Cannot unfreeze {pattern!r} at {until!r}.",
                     "The optimizer holds none of it: it was frozen before the optimizer was made.",
                     "Leave requires_grad on: Freeze turns it off.",
                 )
-        parameters = {name: p for name, p in find_named(model, "*").items() if id(p) in held or p.requires_grad}
+        parameters = {name: p for name, p in find_named(model, "*").items() if id(p) in held_ids or p.requires_grad}
         # Those with running statistics: they would change although nothing is trained.
         norms = {path: m for path, m in model.named_modules() if getattr(m, "running_mean", None) is not None}
-        ends = {path: self._end_of(path, state) for path in (*parameters, *norms)}
+        ends = {path: self._latest_end(path, state) for path in (*parameters, *norms)}
         for until in dict.fromkeys(ends.values()):
             if until != "now":
-                chosen = [p for name, p in parameters.items() if ends[name] == until]
-                hooks = [m.register_forward_pre_hook(_evaluate) for path, m in norms.items() if ends[path] == until]
-                self._frozen.append(_Frozen(until, chosen, hooks))
-                for parameter in chosen:
+                part = [p for name, p in parameters.items() if ends[name] == until]
+                hooks = [m.register_forward_pre_hook(_set_eval) for path, m in norms.items() if ends[path] == until]
+                self._frozen.append(_Frozen(until, part, hooks))
+                for parameter in part:
                     parameter.requires_grad_(False)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Unfreeze what is due; also just after a resume, which restores what was frozen at the save."""
-        self._thaw([frozen for frozen in self._frozen if _is_due(frozen.until, state)])
+        self._unfreeze([group for group in self._frozen if _is_due(group.until, state)])
 
     def close_run(self) -> None:
-        """Undo everything."""
-        self._thaw(self._frozen[:])
+        """Leave all parameters as they were before the training."""
+        self._unfreeze(self._frozen[:])
 
-    def _end_of(self, path: str, state: Any) -> Any:
+    def _latest_end(self, path: str, state: Any) -> Any:
         """Return the longest `until` of the patterns for a path; ``"now"`` if there is none."""
         ends = [until for pattern, until in self.modules.items() if find_path(path, pattern)]
-        return max(ends, key=lambda until: _share(until, state)) if ends else "now"
+        return max(ends, key=lambda until: _share_of_run(until, state)) if ends else "now"
 
-    def _thaw(self, due: list[_Frozen]) -> None:
-        for frozen in due:
-            for parameter in frozen.parameters:
+    def _unfreeze(self, groups: list[_Frozen]) -> None:
+        for group in groups:
+            for parameter in group.parameters:
                 parameter.requires_grad_(True)
-            for hook in frozen.hooks:
+            for hook in group.hooks:
                 hook.remove()
-            self._frozen.remove(frozen)
+            self._frozen.remove(group)
 
 
-def _split(until: Any) -> tuple[float, str]:
+def _parse_end(until: Any) -> tuple[float, str]:
     """Return the value and the unit of an end; the value is 0 if it cannot be read."""
     if isinstance(until, (int, float)) and not isinstance(until, bool):
         return max(float(until), 0.0), "ba"
@@ -131,15 +131,15 @@ def _split(until: Any) -> tuple[float, str]:
 
 
 def _is_due(until: Any, state: Any) -> bool:
-    done = {"ep": state.epoch or 0.0, "ba": state.global_step, "dur": state.global_step / state.max_steps}
-    return until is not None and done[_split(until)[1]] >= _split(until)[0]
+    progress = {"ep": state.epoch or 0.0, "ba": state.global_step, "dur": state.global_step / state.max_steps}
+    return until is not None and progress[_parse_end(until)[1]] >= _parse_end(until)[0]
 
 
-def _share(until: Any, state: Any) -> float:
+def _share_of_run(until: Any, state: Any) -> float:
     """Return after which share of the run it ends, to compare ends in several units."""
-    value, unit = (math.inf, "dur") if until is None else _split(until)
+    value, unit = (math.inf, "dur") if until is None else _parse_end(until)
     return float(value / {"ep": state.num_train_epochs, "ba": state.max_steps, "dur": 1}[unit])
 
 
-def _evaluate(module: nn.Module, inputs: Any) -> None:
+def _set_eval(module: nn.Module, inputs: Any) -> None:
     module.eval()

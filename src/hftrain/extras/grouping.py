@@ -94,11 +94,11 @@ def grouped_order(lengths: Any, batch_size: int, *, generator: torch.Generator |
     size = max(min(num // (batch_size * _FEWEST_GROUPS), _MOST_BATCHES), 1) * batch_size
     order: Lengths = shuffled(num, generator).numpy()
     # In place, some groups at a time.
-    at_once = max(_SORTED_AT_ONCE // size, 1) * size
-    for start in range(0, num, at_once):
-        part = order[start : start + at_once]
-        num_whole = len(part) // size * size
-        for groups in (part[:num_whole].reshape(-1, size), part[num_whole:].reshape(1, -1)):
+    num_sorted = max(_SORTED_AT_ONCE // size, 1) * size
+    for start in range(0, num, num_sorted):
+        section = order[start : start + num_sorted]
+        num_grouped = len(section) // size * size
+        for groups in (section[:num_grouped].reshape(-1, size), section[num_grouped:].reshape(1, -1)):
             from_long = numpy.argsort(-lengths[groups], axis=1, kind="stable")
             groups[:] = numpy.take_along_axis(groups, from_long, axis=1)
     if num:
@@ -161,8 +161,8 @@ def sample_lengths(dataset: Any, config: LengthConfig) -> Lengths:
         if lengths is not None:
             return lengths
     with preserved_rng():
-        each = (_length_of(dataset[index], dataset, config) for index in range(len(dataset)))
-        return _in_few_bytes(numpy.fromiter(each, dtype=numpy.int64, count=len(dataset)))
+        lengths_read = (_length_of(dataset[index], dataset, config) for index in range(len(dataset)))
+        return _in_few_bytes(numpy.fromiter(lengths_read, dtype=numpy.int64, count=len(dataset)))
 
 
 def length_sampler(
@@ -178,8 +178,8 @@ def length_sampler(
 
 
 def _as_array(lengths: Any) -> Lengths:
-    found: Lengths = numpy.asarray(lengths)
-    return found if found.dtype.kind == "i" else found.astype(numpy.int64)
+    array: Lengths = numpy.asarray(lengths)
+    return array if array.dtype.kind == "i" else array.astype(numpy.int64)
 
 
 def _in_few_bytes(lengths: Lengths) -> Lengths:
@@ -216,17 +216,17 @@ def _lengths_of_lists(dataset: Any, name: str) -> Lengths | None:
 def _length_of(sample: Any, dataset: Any, config: LengthConfig) -> int:
     value = sample.get(config.input_name) if isinstance(sample, Mapping) else None
     if not isinstance(value, Sized):
-        found = f" (there are {', '.join(map(str, sample))})" if isinstance(sample, Mapping) else ""
+        fields = f" (there are {', '.join(map(str, sample))})" if isinstance(sample, Mapping) else ""
         raise _no_lengths(
             dataset,
-            f"A sample has no {config.input_name!r} with a length{found}.",
+            f"A sample has no {config.input_name!r} with a length{fields}.",
             "Tokenize texts first (dataset.map), or name the lengths of a datasets.Dataset in length_column_name.",
         )
     return len(value)
 
 
 def _no_lengths(dataset: Any, reason: str, remedy: str) -> ConfigError:
-    asked = (
+    problem = (
         f"Cannot read the lengths of {type(dataset).__name__} (to pack it, or for group_by_length or sortish_sampler)."
     )
-    return ConfigError(asked, reason, remedy)
+    return ConfigError(problem, reason, remedy)

@@ -38,8 +38,8 @@ def apply_liger_kernels(model: nn.Module, options: Mapping[str, bool] | None) ->
             f"Liger has no kernels for model_type={kind!r}.",
             f"Leave it out. Liger knows: {', '.join(sorted(KERNELS))}.",
         )
-    known = [name for name in inspect.signature(KERNELS[kind]).parameters if name != "model"]
+    kernels = [name for name in inspect.signature(KERNELS[kind]).parameters if name != "model"]
     for name in options or {}:
-        asked = f"Cannot use liger_kernel_config={{{name!r}: ...}}."
-        check_known(name, known, asked, f"Liger has no such kernel for model_type={kind!r}.")
+        problem = f"Cannot use liger_kernel_config={{{name!r}: ...}}."
+        check_known(name, kernels, problem, f"Liger has no such kernel for model_type={kind!r}.")
     KERNELS[kind](model=base, **dict(options or {}))

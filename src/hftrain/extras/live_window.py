@@ -50,8 +50,8 @@ class LiveLossWindow(LossWindow):
         self._fold()
         if self.logged_sum is not None:
             self.sum = torch.as_tensor(self.logged_sum).detach()
-        read = self.sum
+        logged = self.sum
         logs = super().read()
-        if read is not None:
-            read.zero_()
+        if logged is not None:
+            logged.zero_()
         return logs

@@ -12,7 +12,7 @@ import torch
 
 from hftrain.core.optional import require
 
-_LOOKS_EVERY_S = 0.005
+_SAMPLE_INTERVAL_S = 0.005
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class MemoryMeter:
         """Begin a section."""
         if self.reset_peak is not None:
             self.reset_peak()
-        self._begin = self._peak = self.read()
+        self._use_at_start = self._peak = self.read()
 
     def look(self) -> None:
         """Record the current use."""
@@ -42,7 +42,7 @@ class MemoryMeter:
         """Return the bytes gained and the bytes freed after the peak; their sum is what the section needed."""
         end = self.read()
         peak = self._peak if self.read_peak is None else self.read_peak()
-        return {"alloc_delta": end - self._begin, "peaked_delta": max(0, peak - end)}
+        return {"alloc_delta": end - self._use_at_start, "peaked_delta": max(0, peak - end)}
 
 
 class MemoryTracker:
@@ -103,7 +103,7 @@ class MemoryTracker:
 
     def _sample(self, stop: threading.Event) -> None:
         meters = [meter for meter in self._meters.values() if meter.read_peak is None]
-        while not stop.wait(_LOOKS_EVERY_S):
+        while not stop.wait(_SAMPLE_INTERVAL_S):
             for meter in meters:
                 meter.look()
 

@@ -46,9 +46,9 @@ def explain_mistake(
     """
     if isinstance(error, HFTrainError) and not isinstance(error, TaskError):
         return
-    where = locate_in_data(error, collator)
-    if where is not None:
-        add_note(error, where)
+    place_in_data = locate_in_data(error, collator)
+    if place_in_data is not None:
+        add_note(error, place_in_data)
     if getattr(error, "__notes__", None):
         # Already explained, or not raised in a step.
         return
@@ -56,16 +56,16 @@ def explain_mistake(
     if not isinstance(error, HFTrainError):
         cause: HFTrainError | None = None
         if "batch" in facts:
-            cause = explain_unused(error, model) or _missing(task, error, facts["batch"])
+            cause = explain_unused(error, model) or _missing_name_error(task, error, facts["batch"])
         if "loss" in facts:
             is_plain = isinstance(task, ModelTask)
-            own = f"{type(model).__name__}.forward" if is_plain else f"{type(task).__name__}.training_step"
-            cause = cause or _unusable_loss(facts["loss"], loss_maker or own)
+            default_maker = f"{type(model).__name__}.forward" if is_plain else f"{type(task).__name__}.training_step"
+            cause = cause or _loss_error(facts["loss"], loss_maker or default_maker)
         if cause is not None:
             if place := raising_line(error):
                 add_note(cause, f"At {place}")
             raise cause from error
-        hint = _refused_call(error, trainer) or hint_for(error, model, facts.get("batch"))
+        hint = _explain_call(error, trainer) or hint_for(error, model, facts.get("batch"))
         if hint is not None:
             add_note(error, hint)
     owner = getattr(error, "obj", None)
@@ -73,22 +73,22 @@ def explain_mistake(
         parts = ", ".join(name for name, _ in owner.named_children())
         add_note(error, f"{type(owner).__name__} has the children {parts or '(none)'}.")
     if "batch" in facts:
-        add_note(error, _of_batch(task, model, error, facts["batch"], collator))
+        add_note(error, _describe_batch(task, model, error, facts["batch"], collator))
     if not isinstance(error, HFTrainError) and (place := raising_line(error, only_above=True)):
         add_note(error, f"At {place}")
 
 
-def _refused_call(error: Exception, trainer: type) -> str | None:
+def _explain_call(error: Exception, trainer: type) -> str | None:
     """Return how a method of the user's Trainer is called, if the error is that it cannot be called so."""
-    told = re.match(r"(\S+)\(\) (?:missing|takes|got) ", str(error)) if isinstance(error, TypeError) else None
-    name = "" if told is None else told[1].rpartition(".")[2]
-    base = next(each for each in trainer.__mro__ if each.__module__.startswith("hftrain."))
-    if told is None or not hasattr(base, name) or getattr(getattr(trainer, name), "__qualname__", "") != told[1]:
+    match = re.match(r"(\S+)\(\) (?:missing|takes|got) ", str(error)) if isinstance(error, TypeError) else None
+    name = "" if match is None else match[1].rpartition(".")[2]
+    base = next(cls for cls in trainer.__mro__ if cls.__module__.startswith("hftrain."))
+    if match is None or not hasattr(base, name) or getattr(getattr(trainer, name), "__qualname__", "") != match[1]:
         return None
     return f"The Trainer calls it as {name}{plain_signature(getattr(base, name))}. Give it these parameters."
 
 
-def _missing(task: TaskModule, error: Exception, batch: Any) -> TaskError | None:
+def _missing_name_error(task: TaskModule, error: Exception, batch: Any) -> TaskError | None:
     """Return an error if a step looked up a column that its batch does not have, or an attribute of Lightning's."""
     kind, name = type(task).__name__, getattr(error, "name", None)
     if getattr(error, "obj", None) is task and (answer := names_elsewhere("module_attributes").get(str(name))):
@@ -105,31 +105,31 @@ def _missing(task: TaskModule, error: Exception, batch: Any) -> TaskError | None
     )
 
 
-def _unusable_loss(loss: Any, maker: str) -> TaskError | None:
+def _loss_error(loss: Any, maker: str) -> TaskError | None:
     """Return an error if the loss of a step is none that can be differentiated."""
-    asked = f"Cannot train with the loss that {maker} returned:"
+    problem = f"Cannot train with the loss that {maker} returned:"
     if not isinstance(loss, torch.Tensor):
         pair = " It must return (loss, outputs) only if return_outputs=True." if isinstance(loss, tuple) else ""
-        return TaskError(asked, f"it is not a tensor ({describe(loss)}).", f"Return a tensor of one number.{pair}")
+        return TaskError(problem, f"it is not a tensor ({describe(loss)}).", f"Return a tensor of one number.{pair}")
     if loss.numel() != 1:
         return TaskError(
-            asked, f"it has the shape {tuple(loss.shape)}, but a loss must be one number.", "Return its mean."
+            problem, f"it has the shape {tuple(loss.shape)}, but a loss must be one number.", "Return its mean."
         )
     if loss.is_complex():
-        return TaskError(asked, "it is complex, but a loss must be real.", "Return its abs() or its real part.")
+        return TaskError(problem, "it is complex, but a loss must be real.", "Return its abs() or its real part.")
     if loss.requires_grad:
         return None
     if not torch.is_grad_enabled():  # here too, outside of the step
-        return TaskError(asked, "no gradients are computed.", "Call train() outside of torch.no_grad().")
+        return TaskError(problem, "no gradients are computed.", "Call train() outside of torch.no_grad().")
     return TaskError(
-        asked,
+        problem,
         "it does not depend on any trainable parameter.",
         "Compute it from the model's outputs without detach(), item(), argmax() or torch.no_grad(), and leave some of "
         "the parameters that it depends on with requires_grad=True.",
     )
 
 
-def _of_batch(task: TaskModule, model: nn.Module, error: Exception, batch: Any, collator: str) -> str:
+def _describe_batch(task: TaskModule, model: nn.Module, error: Exception, batch: Any, collator: str) -> str:
     if batch is None:
         return f"The {collator} returned None as a batch. Let it return the batch."
     if is_samples(batch):
@@ -152,39 +152,39 @@ def _of_batch(task: TaskModule, model: nn.Module, error: Exception, batch: Any, 
 # -- in a dataset or a collator -------------------------------------------------------------------------------------
 
 # The lines in a traceback with which torch calls a dataset or a collator.
-_CALLS = re.compile(r'_utils.fetch\.py", line \d+, in \S+\n\s+(.*)')
-_IN_A_WORKER = re.compile(r"in DataLoader worker process (\d+)")
+_FETCH_CALLS = re.compile(r'_utils.fetch\.py", line \d+, in \S+\n\s+(.*)')
+_WORKER_ERROR = re.compile(r"in DataLoader worker process (\d+)")
 _FETCHERS = ("torch.utils.data._utils.fetch", "torch.utils.data.dataset")
 _MAX_SAMPLES = 8
 
 
 def locate_in_data(error: BaseException, collator: str) -> str | None:
     """Describe the sample or batch at which reading the data failed; None if the error was raised elsewhere."""
-    if worker := _IN_A_WORKER.search(str(error)):
+    if worker := _WORKER_ERROR.search(str(error)):
         # Of a worker's error only the text arrives.
-        calls = _CALLS.findall(str(error))
+        calls = _FETCH_CALLS.findall(str(error))
         part = f"the {collator}" if calls and "collate_fn(" in calls[-1] else "the dataset"
         more = "Set dataloader_num_workers=0 to debug it in this process, where the sample is named."
         return f"Raised in loader worker {worker[1]} in {part}. {more}"
-    calls = _CALLS.findall("".join(format_tb(error.__traceback__)))
+    calls = _FETCH_CALLS.findall("".join(format_tb(error.__traceback__)))
     if not calls:
         return None
     # Torch's names for what its fetcher holds: the batch's indices, the sample that is read, the samples that were.
-    held = _names_of_the_fetch(error.__traceback__)
-    indices, reader, samples = held.get("possibly_batched_index"), held.get("self"), held.get("data")
+    names = _names_of_the_fetch(error.__traceback__)
+    indices, reader, samples = names.get("possibly_batched_index"), names.get("self"), names.get("data")
     is_listed = isinstance(indices, (list, tuple)) and any(index is not None for index in indices)
     which = f"samples {listed(indices, most=_MAX_SAMPLES)}" if is_listed else ""  # type: ignore[arg-type]
     if "collate_fn(" not in calls[-1]:
         dataset: Any = getattr(reader, "dataset", None)
-        which = f"sample {held['idx']} of " if "idx" in held else f"one of {which} of " if which else ""
+        which = f"sample {names['idx']} of " if "idx" in names else f"one of {which} of " if which else ""
         end = f" Its __len__ is {len(dataset)}." if isinstance(error, IndexError) and has_length(dataset) else ""
         return f"Raised while reading {which}{type(dataset).__name__}.{end}"
-    odd, end = facts_of(error).get("place"), ""
-    if odd is not None and which and samples:
-        which, end = f"sample {indices[odd]}", f" It is {describe(samples[odd])}."  # type: ignore[index]
+    failed, end = facts_of(error).get("place"), ""
+    if failed is not None and which and samples:
+        which, end = f"sample {indices[failed]}", f" It is {describe(samples[failed])}."  # type: ignore[index]
     elif isinstance(samples, (list, tuple)) and samples:
         end = f" The first: {describe(samples[0])}."
-    return f"Raised in the {collator} {_name(getattr(reader, 'collate_fn', None))}, for {which or 'a batch'}.{end}"
+    return f"Raised in the {collator} {_name_of(getattr(reader, 'collate_fn', None))}, for {which or 'a batch'}.{end}"
 
 
 def _names_of_the_fetch(trace: TracebackType | None) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _names_of_the_fetch(trace: TracebackType | None) -> dict[str, Any]:
     return {name: value for frame in reversed(frames) for name, value in frame.f_locals.items()}
 
 
-def _name(collator: Any) -> str:
+def _name_of(collator: Any) -> str:
     # Skip our wrapper, which removes columns before it calls the user's collator.
     while type(collator).__module__.startswith("hftrain.") and hasattr(collator, "data_collator"):
         collator = collator.data_collator
@@ -254,8 +254,8 @@ _HINTS = {
 def hint_for(error: Exception, model: nn.Module, batch: Any) -> str | None:
     """Return what to do about an error of a step; None if its message is not one of the known ones."""
     for pattern, hint in _HINTS.items():
-        told = re.search(pattern, str(error))
-        if told is not None and (text := hint.format_map(_Facts(told, model, batch))):
+        match = re.search(pattern, str(error))
+        if match is not None and (text := hint.format_map(_Facts(match, model, batch))):
             return text
     return None
 
@@ -263,8 +263,8 @@ def hint_for(error: Exception, model: nn.Module, batch: Any) -> str | None:
 class _Facts(dict[str, str]):
     """What hints mention of the message, the model and the batch; looked up only if they do."""
 
-    def __init__(self, told: re.Match[str], model: nn.Module, batch: Any) -> None:
-        super().__init__(told.groupdict())
+    def __init__(self, match: re.Match[str], model: nn.Module, batch: Any) -> None:
+        super().__init__(match.groupdict())
         self._model, self._batch = model, batch
 
     def __missing__(self, name: str) -> str:
@@ -272,9 +272,9 @@ class _Facts(dict[str, str]):
 
     def _ranges(self) -> str:
         columns = dict(self._batch) if isinstance(self._batch, Mapping) else dict(enumerate(self._batch or ()))
-        tensors = {name: each for name, each in columns.items() if isinstance(each, torch.Tensor) and each.numel()}
-        found = [(name, each) for name, each in tensors.items() if not each.is_floating_point()]
-        return ", ".join(f"{name} go from {int(each.min())} to {int(each.max())}" for name, each in found)
+        tensors = {name: value for name, value in columns.items() if isinstance(value, torch.Tensor) and value.numel()}
+        integers = [(name, tensor) for name, tensor in tensors.items() if not tensor.is_floating_point()]
+        return ", ".join(f"{name} go from {int(tensor.min())} to {int(tensor.max())}" for name, tensor in integers)
 
     def _positions(self) -> str:
         size = getattr(getattr(self._model, "config", None), "max_position_embeddings", None)
@@ -289,20 +289,20 @@ class _Facts(dict[str, str]):
         return f"The model has {number} outputs. " if isinstance(number, int) else ""
 
     def _modules(self, kind: type) -> dict[str, Any]:
-        return {name: each for name, each in self._model.named_modules() if isinstance(each, kind)}
+        return {name: module for name, module in self._model.named_modules() if isinstance(module, kind)}
 
     def _tables(self) -> str:
-        sizes = {name: each.num_embeddings for name, each in self._modules(nn.Embedding).items()}
+        sizes = {name: table.num_embeddings for name, table in self._modules(nn.Embedding).items()}
         return "".join(f"{name} has {size} rows (ids 0 to {size - 1}). " for name, size in sizes.items())
 
     def _linear(self) -> str:
         sizes = int(self["wanted"]), int(self["out"])
         layers = self._modules(nn.Linear).items()
-        fitting = [name for name, each in layers if (each.in_features, each.out_features) == sizes]
+        fitting = [name for name, layer in layers if (layer.in_features, layer.out_features) == sizes]
         return f"In {' or '.join(fitting)} = Linear{sizes}: " if fitting else ""
 
     def _weights(self) -> str:
-        kinds = (each.dtype for each in self._model.parameters() if each.is_floating_point())
+        kinds = (parameter.dtype for parameter in self._model.parameters() if parameter.is_floating_point())
         return str(next(kinds, torch.float32)).removeprefix("torch.")
 
 
@@ -314,8 +314,8 @@ def answer_setting(name: str, known: Iterable[str]) -> str:
     answers = {
         **names_elsewhere("trainer_keywords"),
         **names_elsewhere("arguments"),
-        **{each: f"Pass {each}=... to the Trainer." for each in inspect.signature(Trainer).parameters},
-        **{each: f"Did you mean {setting!r}?" for each, setting in names_elsewhere("settings").items()},
+        **{keyword: f"Pass {keyword}=... to the Trainer." for keyword in inspect.signature(Trainer).parameters},
+        **{other: f"Did you mean {setting!r}?" for other, setting in names_elsewhere("settings").items()},
     }
     answer = _answer(name, known, answers)
     return answer if len(answer) < 500 else "help(TrainingArguments) lists all."
@@ -323,9 +323,9 @@ def answer_setting(name: str, known: Iterable[str]) -> str:
 
 def answer_keyword(name: str, known: Iterable[str]) -> str:
     """Return what to do about an unknown keyword of a Trainer; `known` are those that exist."""
-    own = {each: each for each in inspect.signature(Seq2SeqTrainingArguments).parameters}
+    own = {field: field for field in inspect.signature(Seq2SeqTrainingArguments).parameters}
     settings = {**names_elsewhere("settings"), **own}.items()
-    answers = {each: f"Set {setting} in TrainingArguments." for each, setting in settings}
+    answers = {other: f"Set {setting} in TrainingArguments." for other, setting in settings}
     return _answer(name, known, {**answers, **names_elsewhere("trainer_keywords")})
 
 

@@ -60,26 +60,27 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
     _workers = 0
 
     def __new__(cls, sets: Any = None, **_: Any) -> Any:
-        found = map(_split, sets.values() if isinstance(sets, Mapping) else ())
-        is_stream = cls is Mixture and any(isinstance(dataset, IterableDataset) for dataset, _ in found)
+        pairs = map(_dataset_and_weight, sets.values() if isinstance(sets, Mapping) else ())
+        is_stream = cls is Mixture and any(isinstance(dataset, IterableDataset) for dataset, _ in pairs)
         return super().__new__(_StreamMixture if is_stream else cls)
 
     def __init__(
         self, sets: Mapping[str, Any], *, mode: str = "min_size", window: int = 100, epoch_size: int | None = None
     ) -> None:
-        given = list(map(_split, sets.values() if isinstance(sets, Mapping) else ()))
-        self.names, self.datasets = list(sets), [dataset for dataset, _ in given]
+        pairs = list(map(_dataset_and_weight, sets.values() if isinstance(sets, Mapping) else ()))
+        self.names, self.datasets = list(sets), [dataset for dataset, _ in pairs]
         self.mode, self.window, self.epoch_size, self.seed = mode, window, epoch_size, 42
-        self._check_arguments([weight for _, weight in given])
+        self._check_arguments([weight for _, weight in pairs])
         self.is_once = mode in ("max_size", "sequential")
         # By set, and there by when.
-        self._weights = [each if isinstance(each, Mapping) else {0: 1.0 if each is None else each} for _, each in given]
-        self.is_scheduled = any(len(each) > 1 for each in self._weights)
-        self.lengths = [0 if isinstance(each, IterableDataset) else len(each) for each in self.datasets]
-        self.shares = self._shares([each.get(0) for each in self._weights])
+        weights = [1.0 if weight is None else weight for _, weight in pairs]
+        self._schedules = [weight if isinstance(weight, Mapping) else {0: weight} for weight in weights]
+        self.is_scheduled = any(len(schedule) > 1 for schedule in self._schedules)
+        self.lengths = [0 if isinstance(dataset, IterableDataset) else len(dataset) for dataset in self.datasets]
+        self.shares = self._to_shares([schedule.get(0) for schedule in self._schedules])
         if mode == "sequential":
             # The sets without a share follow in order.
-            self.window, self.shares = 1, [float(not number) for number in range(len(given))]
+            self.window, self.shares = 1, [float(not number) for number in range(len(pairs))]
         self._identity = [self.names, self.shares, self.lengths, mode, window, epoch_size]
         self.close_run()
 
@@ -93,40 +94,42 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
                 f"Pass a dict, {{'a': dataset, 'b': (another, 0.25)}}. The modes are {', '.join(MODES)}.",
             )
         is_stream = isinstance(self, IterableDataset)
-        for name, each in zip(self.names, self.datasets, strict=True):
-            is_plain = has_length(each) and len(each) and not (has_state(each) or hasattr(each, "set_epoch"))
-            if not (isinstance(each, IterableDataset) if is_stream else is_plain):
+        for name, dataset in zip(self.names, self.datasets, strict=True):
+            has_own_order = has_state(dataset) or hasattr(dataset, "set_epoch")
+            is_indexed = has_length(dataset) and len(dataset) and not has_own_order
+            if not (isinstance(dataset, IterableDataset) if is_stream else is_indexed):
                 raise ConfigError(
-                    f"Cannot mix {name!r}, a {type(each).__name__}.",
+                    f"Cannot mix {name!r}, a {type(dataset).__name__}.",
                     "All sets are streams, or all have samples by index, and neither a state nor a set_epoch.",
                     "Make streams of all: datasets.Dataset.to_iterable_dataset(), or an IterableDataset of yours.",
                 )
 
-    def _shares(self, weights: list[Any]) -> list[float]:
-        if not all(isinstance(each, (int, float)) and 0 <= each < math.inf for each in weights) or not sum(weights):
+    def _to_shares(self, weights: list[Any]) -> list[float]:
+        are_numbers = all(isinstance(weight, (int, float)) and 0 <= weight < math.inf for weight in weights)
+        if not are_numbers or not sum(weights):
             raise ConfigError(
                 f"Cannot mix {', '.join(self.names)} with the weights {', '.join(map(str, weights))}.",
                 "Weights are numbers from 0, not all of them 0, and a schedule begins with update 0.",
                 "Pass shares such as 0.8 and 0.2.",
             )
-        return [float(each) / sum(weights) for each in weights]
+        return [float(weight) / sum(weights) for weight in weights]
 
     def __len__(self) -> int:
         if self.is_once:
             return min(sum(self.lengths), self.epoch_size or sum(self.lengths))
-        passes: list[float] = [length / share for length, share in zip(self.lengths, self.shares, strict=True) if share]
+        num_draws = [length / share for length, share in zip(self.lengths, self.shares, strict=True) if share]
         # 29 / 0.29 is a little less than 100.
-        found = math.floor(min(passes) + 1e-6) if self.mode == "min_size" else math.ceil(max(passes) - 1e-6)
-        return self.epoch_size or found
+        num = math.floor(min(num_draws) + 1e-6) if self.mode == "min_size" else math.ceil(max(num_draws) - 1e-6)
+        return self.epoch_size or num
 
-    def __getitem__(self, place: Any) -> Any:
-        if not isinstance(place, tuple):
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, tuple):
             raise ConfigError(
-                f"Cannot read sample {place!r} of a Mixture.",
+                f"Cannot read sample {index!r} of a Mixture.",
                 "Its own sampler decides which samples come.",
                 "Iterate the mixture, or pass sampler=mixture.train_sampler(seed=42) to a DataLoader.",
             )
-        return self.datasets[place[0]][place[1]]
+        return self.datasets[index[0]][index[1]]
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, MixtureSampler(self, seed=self.seed))
@@ -147,22 +150,22 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         drawn = [self._sampler.epoch, self._sampler.position]
         is_repeated = self.progress is not None and self.place[1] and drawn[0] != self.place[0]
         # Workers hold copies of the mixture, and only a Trainer that reads it itself saves the change.
-        is_apart = isinstance(self, IterableDataset) and (self.progress is None or self._workers)
-        is_given = self.is_scheduled or self.mode == "sequential"
-        if sorted(weights) != sorted(self.names) or is_given or is_repeated or is_apart:
+        is_unreachable = isinstance(self, IterableDataset) and (self.progress is None or self._workers)
+        is_planned = self.is_scheduled or self.mode == "sequential"
+        if sorted(weights) != sorted(self.names) or is_planned or is_repeated or is_unreachable:
             raise ConfigError(
                 f"Cannot change the weights to {dict(weights)}.",
                 f"The sets are {', '.join(self.names)}. No change is possible with a schedule, mode='sequential', "
                 "overfit_batches, streams that workers read, or a dataset around the mixture.",
                 "Give each set one weight, and read streams with dataloader_num_workers=0, or use a schedule.",
             )
-        shares = self._shares([weights[name] for name in self.names])
+        shares = self._to_shares([weights[name] for name in self.names])
         # After a resume nothing may be drawn yet, or less than the first time.
-        place = max(drawn, self.place, self.history[-1][:2])
+        position = max(drawn, self.place, self.history[-1][:2])
         # The same again, as a callback may set after a resume, must not begin a window.
         if shares != self.history[-1][2]:
-            self.history.append([*place, shares])
-            self._sampler.num_dealt = min(self._sampler.num_dealt, place[1])
+            self.history.append([*position, shares])
+            self._sampler.num_dealt = min(self._sampler.num_dealt, position[1])
 
     # -- a training ------------------------------------------------------------------------------------------------
 
@@ -175,7 +178,7 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         # Of the Trainer that reads the mixture itself; the draws of its micro-steps (0: unknown).
         self.progress: Any = None
         self._config: Any = None
-        self._round = 0
+        self._round_size = 0
         # The pass whose changes by a schedule are in the history (None: no Trainer reads, so the first weights hold).
         self.planned = -1 if isinstance(self, IterableDataset) else None
         self._begin_pass()
@@ -185,8 +188,8 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
 
     def state(self) -> dict[str, Any]:
         """Return the changes of the weights, and what was trained on."""
-        own = {name: getattr(self, name) for name in ("history", "trained", "place")}
-        return {"attributes": copy.deepcopy({"saved_as": self._identity, **own})}
+        attributes = {name: getattr(self, name) for name in ("history", "trained", "place")}
+        return {"attributes": copy.deepcopy({"saved_as": self._identity, **attributes})}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse to continue another mixture."""
@@ -207,90 +210,91 @@ class Mixture(TrainerCallback, ExportableState, Dataset[Any]):
         if whole_dataset(getattr(reader, "dataset", None)) is not self:
             return parts
         self.progress, self._config = parts.progress, parts.config
-        self._measure(loader, reader, parts.config.world_size)
+        self._measure_round(loader, reader, parts.config.world_size)
         self.on_step_end(None, None, None)
-        self._plan()
+        self._plan_changes()
         hooks = replace(parts.hooks, log=lambda logs: parts.hooks.log({**logs, **self._logs()}))
         return replace(parts, hooks=hooks)
 
-    def _measure(self, loader: Any, reader: Any, world_size: int) -> None:
+    def _measure_round(self, loader: Any, reader: Any, world_size: int) -> None:
         self._sampler.set_epoch(self.progress.epoch)
-        self._round = samples_per_round(loader, world_size=world_size) or 0
+        self._round_size = samples_per_round(loader, world_size=world_size) or 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (at := self.progress) is not None:
-            self.place = [at.epoch, at.offset_in_epoch + at.micro_steps_in_epoch * self._round]
+        if (progress := self.progress) is not None:
+            self.place = [progress.epoch, progress.offset_in_epoch + progress.micro_steps_in_epoch * self._round_size]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count what a pass that is over was trained on."""
         if self.progress is not None and self.progress.epoch > self.place[0]:
-            self.trained = self._totals()
+            self.trained = self._count_trained()
             self.on_step_end(None, None, None)
             # Of the changes before this pass, only the last one counts.
             self.history = self.history[sum(change[:2] <= self.place for change in self.history) - 1 :]
-            self._plan()
+            self._plan_changes()
 
-    def _totals(self) -> Any:
+    def _count_trained(self) -> Any:
         """Return the samples that were trained on of each set, and of streams the complete passes."""
-        place = self.place[1] if self._round else self._sampler.position
-        return [np.add(self.trained[0], self._sampler.counts(place)).tolist(), self.trained[1]]
+        num_draws = self.place[1] if self._round_size else self._sampler.position
+        return [np.add(self.trained[0], self._sampler.counts(num_draws)).tolist(), self.trained[1]]
 
     def _logs(self) -> dict[str, Any]:
         logs = {}
-        for name, length, trained, passes in zip(self.names, self.lengths, *self._totals(), strict=True):
+        for name, length, trained, passes in zip(self.names, self.lengths, *self._count_trained(), strict=True):
             logs[f"mixture_{name}_samples"] = trained
             logs[f"mixture_{name}_epochs"] = trained / length if length else passes
-        return logs if self._round and not self._workers else {}
+        return logs if self._round_size and not self._workers else {}
 
-    def _plan(self) -> None:
+    def _plan_changes(self) -> None:
         """Find the draws of this pass with which the scheduled weights change; earlier passes stay as they were."""
         if not self.is_scheduled:
             return
-        at, config = self.progress, self._config
+        progress, config = self.progress, self._config
         # A callback may have changed how many batches an update takes.
-        self.planned = at.epoch if self._round and config.accumulation == self._accumulation else -1
-        shares_at(self, at.epoch, 0)
+        self.planned = progress.epoch if self._round_size and config.accumulation == self._accumulation else -1
+        shares_at(self, progress.epoch, 0)
         self.history = [change for change in self.history if change[:2] <= self.place]
-        points = [sorted((update_of(when, config), weight) for when, weight in each.items()) for each in self._weights]
-        for step in sorted({max(step, at.step) for each in points for step, _ in each}):
-            shares = self._shares([[weight for since, weight in each if since <= step][-1] for each in points])
+        changes = [[(update_of(when, config), weight) for when, weight in by.items()] for by in self._schedules]
+        for step in sorted({max(step, progress.step) for of_set in changes for step, _ in of_set}):
+            weights = [max((since, weight) for since, weight in of_set if since <= step)[1] for of_set in changes]
+            shares = self._to_shares(weights)
             if self.history[-1][2] != shares:
-                draw = self.place[1] + (step - at.step) * config.accumulation * self._round
-                self.history.append([at.epoch, draw, shares])
+                draw = self.place[1] + (step - progress.step) * config.accumulation * self._round_size
+                self.history.append([progress.epoch, draw, shares])
 
 
 class _StreamMixture(Mixture, IterableDataset[Any]):
     """A mixture of streams; each loader worker mixes its own part of them."""
 
     # The last one: samples in a row that the loader takes from one worker.
-    epoch, num_dealt, _is_loaded, _turn = 0, 0, False, 1
+    epoch, num_dealt, _is_loaded, _turn_size = 0, 0, False, 1
 
     def __init__(self, sets: Mapping[str, Any], **options: Any) -> None:
         super().__init__(sets, **options)
-        self._firsts: list[Any] = []
+        self._first_states: list[Any] = []
         if all(map(has_state, self.datasets)):
-            self._firsts = [copy.deepcopy(each.state_dict()) for each in self.datasets]
+            self._first_states = [copy.deepcopy(dataset.state_dict()) for dataset in self.datasets]
             self.state_dict, self.load_state_dict = self._save, self._load
 
     def _begin_pass(self) -> None:
         """Set where a pass is: the draws, the first one with the present shares, and by set draws, passes, if open."""
         zeros, self._sampler = [0] * len(self.names), self
-        self._at: Any = SimpleNamespace(position=0, start=0, counts=[*zeros], passes=[*zeros], is_open=[*zeros])
+        self._cursor: Any = SimpleNamespace(position=0, start=0, counts=[*zeros], passes=[*zeros], is_open=[*zeros])
 
     @property
     def position(self) -> int:
         """The draws of the latest iteration."""
-        return int(self._at.position)
+        return int(self._cursor.position)
 
-    def _measure(self, loader: Any, reader: Any, world_size: int) -> None:
+    def _measure_round(self, loader: Any, reader: Any, world_size: int) -> None:
         size, self.epoch, self._workers = reader.batch_size or 1, self.progress.epoch, reader.num_workers
-        self._turn = size * (world_size if is_cut(reader.dataset) else 1)
+        self._turn_size = size * (world_size if is_cut(reader.dataset) else 1)
         # Workers that outlive a pass would not learn of later changes.
-        self._round = size * world_size if isinstance(loader, DispatchLoader) else self._turn
-        self._round *= not reader.persistent_workers
+        self._round_size = size * world_size if isinstance(loader, DispatchLoader) else self._turn_size
+        self._round_size *= not reader.persistent_workers
 
-    def _totals(self) -> Any:
-        return np.add(self.trained, [self._at.counts, self._at.passes] if self.place[1] else 0).tolist()
+    def _count_trained(self) -> Any:
+        return np.add(self.trained, [self._cursor.counts, self._cursor.passes] if self.place[1] else 0).tolist()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -309,76 +313,79 @@ class _StreamMixture(Mixture, IterableDataset[Any]):
             # Now, not at the first sample: a state that is saved before it is that of this pass.
             self._begin_pass()
         self._is_loaded = False
-        return self._draws(self._at)
+        return self._draw_samples(self._cursor)
 
-    def _draws(self, at: Any) -> Iterator[Any]:
-        readers = [self._read(number, at) for number in range(len(self.datasets))]
+    def _draw_samples(self, cursor: Any) -> Iterator[Any]:
+        """Draw windows until the weights change, then begin again with the new ones: no window mixes two shares."""
+        readers = [self._read_stream(number, cursor) for number in range(len(self.datasets))]
         limit = math.inf if self.epoch_size is None else self.epoch_size
-        while not self._is_over(at) and self._common(at.position) < limit:
-            last, place, seed = self.history[-1], self._common(at.start), derive_seed(self.seed, self.epoch, at.start)
-            shares, _, until = shares_at(self, self.epoch, place)
-            left = np.where(at.passes, 0, math.inf) if self.is_once else None
-            windows = deal_sets(shares, window=self.window, seed=seed, total=limit - place, left=left)
+        while not self._is_over(cursor) and self._position_of_all(cursor.position) < limit:
+            change, position = self.history[-1], self._position_of_all(cursor.start)
+            seed = derive_seed(self.seed, self.epoch, cursor.start)
+            shares, _, end = shares_at(self, self.epoch, position)
+            unread = np.where(cursor.passes, 0, math.inf) if self.is_once else None
+            windows = deal_sets(shares, window=self.window, seed=seed, total=limit - position, left=unread)
             numbers = chain.from_iterable(map(np.ndarray.tolist, windows))
-            for number in islice(numbers, at.position - at.start, None):
+            for number in islice(numbers, cursor.position - cursor.start, None):
                 # Weights may also have been changed since.
-                if self._common(at.position) >= min(until, limit) or self.history[-1] is not last:
+                if self._position_of_all(cursor.position) >= min(end, limit) or self.history[-1] is not change:
                     break
                 sample = next(readers[number], _END)
                 if sample is _END:
                     break
-                at.position += 1
-                at.counts[number] += 1
+                cursor.position += 1
+                cursor.counts[number] += 1
                 yield sample
-            at.start = at.position
+            cursor.start = cursor.position
 
-    def _is_over(self, at: Any) -> bool:
+    def _is_over(self, cursor: Any) -> bool:
         if self.mode == "min_size" or (self.epoch_size and not self.is_once):
-            return any(at.passes) and not self.epoch_size
+            return any(cursor.passes) and not self.epoch_size
         # A set that no change gives a weight is not waited for.
-        weighted = map(any, zip(*(change[2] for change in self.history), strict=True))
-        return all(passes or not (self.is_once or each) for passes, each in zip(at.passes, weighted, strict=True))
+        shares_by_set = zip(*(shares for _, _, shares in self.history), strict=True)
+        is_needed = [self.is_once or any(shares) for shares in shares_by_set]
+        return all(passes or not needed for passes, needed in zip(cursor.passes, is_needed, strict=True))
 
-    def _read(self, number: int, at: Any) -> Iterator[Any]:
+    def _read_stream(self, number: int, cursor: Any) -> Iterator[Any]:
         """Iterate a stream, from its start again if the mode says so."""
         dataset, num_empty = self.datasets[number], 0
         # The rest of a pass may be empty after a resume.
         while num_empty < 2:
-            if self._firsts and not at.is_open[number]:
-                dataset.load_state_dict(copy.deepcopy(self._firsts[number]))
-            at.is_open[number], num_empty = True, num_empty + 1
+            if self._first_states and not cursor.is_open[number]:
+                dataset.load_state_dict(copy.deepcopy(self._first_states[number]))
+            cursor.is_open[number], num_empty = True, num_empty + 1
             for sample in dataset:
                 num_empty = 0
                 yield sample
-            at.is_open[number] = False
-            at.passes[number] += 1
-            if self.is_once or self._is_over(at):
+            cursor.is_open[number] = False
+            cursor.passes[number] += 1
+            if self.is_once or self._is_over(cursor):
                 return
         raise TaskError(
             f"Cannot read set {number} of a mixture again.", "It gave no sample.", "Check how it was made or filtered."
         )
 
-    def _common(self, place: int) -> int:
+    def _position_of_all(self, position: int) -> int:
         """Return the place of a draw among those of all workers, which take turns."""
         worker = get_worker_info()
-        num, own = (worker.num_workers, worker.id) if worker else (1, 0)
-        return (place // self._turn * num + own) * self._turn + place % self._turn
+        num_workers, worker_id = (worker.num_workers, worker.id) if worker else (1, 0)
+        return (position // self._turn_size * num_workers + worker_id) * self._turn_size + position % self._turn_size
 
     def _save(self) -> dict[str, Any]:
         """Return the position in the pass, and the states of the streams that it has begun."""
-        pairs = zip(self.datasets, self._at.is_open, strict=True)
-        streams = [each.state_dict() if is_open else None for each, is_open in pairs]
-        return copy.deepcopy({"at": vars(self._at), "streams": streams})
+        pairs = zip(self.datasets, self._cursor.is_open, strict=True)
+        streams = [dataset.state_dict() if is_open else None for dataset, is_open in pairs]
+        return copy.deepcopy({"at": vars(self._cursor), "streams": streams})
 
     def _load(self, state: Mapping[str, Any]) -> None:
         state = copy.deepcopy(dict(state))
-        self._at, self._is_loaded = SimpleNamespace(**state["at"]), True
-        for dataset, found in zip(self.datasets, state["streams"], strict=True):
-            if found is not None:
-                dataset.load_state_dict(found)
+        self._cursor, self._is_loaded = SimpleNamespace(**state["at"]), True
+        for dataset, stream_state in zip(self.datasets, state["streams"], strict=True):
+            if stream_state is not None:
+                dataset.load_state_dict(stream_state)
 
 
-def _split(given: Any) -> tuple[Any, Any]:
+def _dataset_and_weight(entry: Any) -> tuple[Any, Any]:
     """Return a dataset and its weight, None if there is none."""
-    is_pair = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], (int, float, Mapping))
-    return given if is_pair else (given, None)
+    is_pair = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], (int, float, Mapping))
+    return entry if is_pair else (entry, None)

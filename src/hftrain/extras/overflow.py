@@ -45,8 +45,8 @@ class DebugUnderflowOverflow:
         abort_after_batch_num: int | None = None,
     ) -> None:
         if max_frames_to_save < 1:
-            asked, reason = f"Cannot use max_frames_to_save={max_frames_to_save!r}.", "A report needs a frame."
-            raise ConfigError(asked, reason, "Use 1 or more.")
+            problem, reason = f"Cannot use max_frames_to_save={max_frames_to_save!r}.", "A report needs a frame."
+            raise ConfigError(problem, reason, "Use 1 or more.")
         self.model = model
         self.trace_batch_nums = frozenset(trace_batch_nums)
         self.abort_after_batch_num = abort_after_batch_num
@@ -81,22 +81,22 @@ class DebugUnderflowOverflow:
         if module is self.model:
             self.batch_number += 1
             if self.abort_after_batch_num is not None and self.batch_number > self.abort_after_batch_num:
-                asked = f"Cannot use abort_after_batch_num={self.abort_after_batch_num}."
-                raise TaskError(asked, "That batch is done.", "Leave abort_after_batch_num out to go on.")
+                problem = f"Cannot use abort_after_batch_num={self.abort_after_batch_num}."
+                raise TaskError(problem, "That batch is done.", "Leave abort_after_batch_num out to go on.")
 
     def _add_frame(self, module: nn.Module, inputs: Any, options: Any, output: Any) -> list[str]:
         """Record a frame; return the names of inputs and outputs that are not finite."""
         lines = [f"{'':20}{self._names[module]} {type(module).__name__}"]
         faults = []
         parts = {"input": inputs[0] if len(inputs) == 1 else inputs, "output": output}
-        watched = [each for name, value in parts.items() for each in _tensors(value, name)]
+        checked = [named for name, value in parts.items() for named in _tensors(value, name)]
         # Keyword arguments are shown but are never faults: masks are passed that way, and hold infinities on purpose.
-        shown = [*_tensors(dict(module.named_parameters(recurse=False)), "parameter"), *_tensors(options, "input")]
-        for is_watched, tensors in ((False, shown), (True, watched)):
+        unchecked = [*_tensors(dict(module.named_parameters(recurse=False)), "parameter"), *_tensors(options, "input")]
+        for is_checked, tensors in ((False, unchecked), (True, checked)):
             for name, tensor in tensors:
                 low, high = torch.stack(torch.aminmax(tensor.detach().abs().float())).tolist()
                 lines.append(f"{low:8.2e}  {high:8.2e}  {name}")
-                if is_watched and not high < math.inf:
+                if is_checked and not high < math.inf:
                     faults.append(name)
         self._frames.append("\n".join(lines))
         return faults
@@ -109,8 +109,8 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         if value.is_floating_point() and value.numel():
             yield name, value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _tensors(each, f"{name}[{key!r}]")
+        for key, element in value.items():
+            yield from _tensors(element, f"{name}[{key!r}]")
     elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _tensors(each, f"{name}[{index}]")
+        for index, element in enumerate(value):
+            yield from _tensors(element, f"{name}[{index}]")

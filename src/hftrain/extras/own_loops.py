@@ -48,8 +48,8 @@ def used_in_training(
     saves_by_clock = f"SavePolicy(every_s={policy.every_s})"
     has_length = dataset is not None and not isinstance(dataset, IterableDataset)
     accumulation = args.gradient_accumulation_steps
-    asked = {
-        **_of_both(strategy),
+    uses = {
+        **_uses_of_strategy(strategy),
         "accumulation": (accumulation > 1, f"gradient_accumulation_steps={accumulation}"),
         "auto_find_batch_size": (
             bool(args.auto_find_batch_size),
@@ -64,7 +64,7 @@ def used_in_training(
         ),
         "streams": (not has_length, "a stream" if dataset is not None else "an overridden get_train_dataloader"),
     }
-    return {feature: text for feature, (is_used, text) in asked.items() if is_used}
+    return {feature: text for feature, (is_used, text) in uses.items() if is_used}
 
 
 def used_in_evaluation(
@@ -76,35 +76,35 @@ def used_in_evaluation(
         takes_turns: Whether steps may communicate with other processes.
         is_per_batch: Whether metrics are computed batch by batch.
     """
-    asked = {
-        **_of_both(strategy),
+    uses = {
+        **_uses_of_strategy(strategy),
         "accelerator": (takes_turns, "trainer.accelerator, or a split model that generates,"),
         "batch_eval_metrics": (is_per_batch, f"batch_eval_metrics={args.batch_eval_metrics}"),
         "streams": (isinstance(dataset, IterableDataset), "a stream"),
     }
-    return {feature: text for feature, (is_used, text) in asked.items() if is_used}
+    return {feature: text for feature, (is_used, text) in uses.items() if is_used}
 
 
-def _of_both(strategy: Strategy) -> dict[str, tuple[bool, str]]:
-    named = f"strategy={strategy.name!r}"
+def _uses_of_strategy(strategy: Strategy) -> dict[str, tuple[bool, str]]:
+    setting = f"strategy={strategy.name!r}"
     return {
-        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), named),
+        "engines": (bool(strategy.owns & (Owns.BACKWARD | Owns.STEP)), setting),
         "ranks": (strategy.world_size > 1, f"{strategy.world_size} processes"),
-        "sharded_models": (strategy.shards_model, named),
+        "sharded_models": (strategy.shards_model, setting),
     }
 
 
 def check_features(loop: Loop[Any], used: Mapping[str, str]) -> None:
     """Raise if a run uses features that its loop does not support."""
     for feature, reason in loop.unsupported.items():
-        asked = f"Cannot read {type(loop).__name__}.unsupported:"
-        check_known(feature, FEATURES, asked, f"there is no feature {feature!r}.")
+        problem = f"Cannot read {type(loop).__name__}.unsupported:"
+        check_known(feature, FEATURES, problem, f"there is no feature {feature!r}.")
         if feature in used:
-            asked = f"Cannot use {used[feature]} with the loop {type(loop).__name__}:"
-            raise ConfigError(asked, f"{reason.rstrip('.')}.", FEATURES[feature])
+            problem = f"Cannot use {used[feature]} with the loop {type(loop).__name__}:"
+            raise ConfigError(problem, f"{reason.rstrip('.')}.", FEATURES[feature])
 
 
-def create_loops(chosen: Any) -> dict[str, Loop[Any]]:
+def create_loops(loop_choice: Any) -> dict[str, Loop[Any]]:
     """Return the chosen loops, by the stage that each runs.
 
     Args:
@@ -114,11 +114,11 @@ def create_loops(chosen: Any) -> dict[str, Loop[Any]]:
         ConfigError: A name is unknown, a class needs options, or two loops run the same stage.
         TaskError: A value is not a loop.
     """
-    found: dict[str, Loop[Any]] = {}
-    is_several = isinstance(chosen, Sequence) and not isinstance(chosen, str)
-    for each in chosen if is_several else [chosen]:
-        loop = _create(each)
-        other = found.get(loop.stage)
+    created: dict[str, Loop[Any]] = {}
+    is_list = isinstance(loop_choice, Sequence) and not isinstance(loop_choice, str)
+    for choice in loop_choice if is_list else [loop_choice]:
+        loop = _create(choice)
+        other = created.get(loop.stage)
         if other is not None:
             raise ConfigError(
                 f"Cannot use {type(other).__name__} and {type(loop).__name__} in one Trainer:",
@@ -126,13 +126,13 @@ def create_loops(chosen: Any) -> dict[str, Loop[Any]]:
                 "Pass one loop per stage.",
             )
         check_features(loop, {})
-        found[loop.stage] = loop
-    return found
+        created[loop.stage] = loop
+    return created
 
 
-def _create(chosen: Any) -> Loop[Any]:
-    kind = loops.resolve(chosen)[0] if isinstance(chosen, str) else chosen
-    loop: Any = loops.create(chosen) if isinstance(chosen, str) else kind() if isinstance(kind, type) else kind
+def _create(choice: Any) -> Loop[Any]:
+    kind = loops.resolve(choice)[0] if isinstance(choice, str) else choice
+    loop: Any = loops.create(choice) if isinstance(choice, str) else kind() if isinstance(kind, type) else kind
     base = _BASES.get(getattr(loop, "stage", ""))
     if base is None or not isinstance(loop, base):
         raise TaskError(

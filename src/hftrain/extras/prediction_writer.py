@@ -25,7 +25,7 @@ from hftrain.storage.files import check_url, is_url, local_folder, read_json, wr
 from hftrain.storage.shards import load_tensors
 from hftrain.storage.tensors import save_tensors
 
-_OURS = re.compile(r"rank[0-9]+(-[0-9]{5}\.safetensors|\.json)")
+_FILE_NAME = re.compile(r"rank[0-9]+(-[0-9]{5}\.safetensors|\.json)")
 
 
 class PredictionWriter(TrainerCallback):
@@ -68,13 +68,13 @@ class PredictionWriter(TrainerCallback):
         Raises:
             TaskError: The predictions contain something other than tensors.
         """
-        rank, _, is_copy = _place(args, **kwargs)
+        rank, _, is_copy = _data_rank(args, **kwargs)
         if outputs is None or is_copy:
             return
         self._start_if_new(kwargs.get("eval_dataloader"), rank)
-        named = _flat({"outputs": outputs, "labels": kwargs.get("labels")}, f"{self._num_batches}")
+        tensors = _flatten_tensors({"outputs": outputs, "labels": kwargs.get("labels")}, f"{self._num_batches}")
         # Copied, because a model's output may be a view of a larger tensor, or be overwritten later.
-        self._waiting |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+        self._buffer |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         self._num_batches += 1
         if self._num_batches % self._batches_per_file == 0:
             self._write(rank)
@@ -83,23 +83,23 @@ class PredictionWriter(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
         """Write the remaining batches and the list of this process's files."""
-        rank, world_size, is_copy = _place(args, **kwargs)
+        rank, world_size, is_copy = _data_rank(args, **kwargs)
         if is_copy:
             return
         if reading_order(eval_dataloader) is not None:
             warn_once("PredictionWriter writes batches as they are read: sortish_sampler=True sorts them by length.")
         # Needed if this process had no batch.
         self._start_if_new(eval_dataloader, rank)
-        if self._waiting:
+        if self._buffer:
             self._write(rank)
-        about = {
+        listing = {
             "num_batches": self._num_batches,
             "world_size": world_size,
             "is_interleaved": takes_turns(eval_dataloader),
             "batches_per_file": self._batches_per_file,
             "files": self._files,
         }
-        write_text(self.folder / f"rank{rank}.json", json.dumps(about, indent=2) + "\n")
+        write_text(self.folder / f"rank{rank}.json", json.dumps(listing, indent=2) + "\n")
         if self._remote is not None:
             for name in [*self._files, f"rank{rank}.json"]:
                 self._remote.upload(self.folder / name, name)
@@ -115,15 +115,15 @@ class PredictionWriter(TrainerCallback):
         if is_url(folder):
             with tempfile.TemporaryDirectory() as local:
                 remote = extra("remote").RemoteFolder(str(folder))
-                for name in filter(_OURS.fullmatch, remote.names()):
+                for name in filter(_FILE_NAME.fullmatch, remote.names()):
                     remote.download(name, Path(local) / name)
                 yield from PredictionWriter.read(local)
             return
         folder = Path(folder)
-        first = _read_about(folder, 0)
-        about = [_read_about(folder, rank) for rank in range(first["world_size"])]
-        per_rank = [_read_batches(folder, rank) for rank in about]
-        if first["is_interleaved"]:
+        first_listing = _read_listing(folder, 0)
+        listings = [_read_listing(folder, rank) for rank in range(first_listing["world_size"])]
+        per_rank = [_read_batches(folder, rank) for rank in listings]
+        if first_listing["is_interleaved"]:
             for turn in zip_longest(*per_rank):
                 yield from (batch for batch in turn if batch is not None)
         else:
@@ -131,42 +131,39 @@ class PredictionWriter(TrainerCallback):
                 yield from batches
 
     def _start_if_new(self, loader: Any, rank: int) -> None:
-        """Start new files if the loader is a new one: a new predict(), even if the previous one failed."""
+        """Replace the files if the loader is a new one: a new predict(), even if the previous one failed."""
         if self._loader is not loader:
             self._start(loader)
-            self._clear(rank)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in (self.folder / f"rank{rank}.json", *self.folder.glob(f"rank{rank}-*.safetensors")):
+                path.unlink(missing_ok=True)
+            if self._remote is not None:
+                # The list first, because files without it count as incomplete.
+                self._remote.delete_file(f"rank{rank}.json")
+                for name in self._remote.names():
+                    if name.startswith(f"rank{rank}-"):
+                        self._remote.delete_file(name)
 
     def _start(self, loader: Any) -> None:
         self._loader = loader
-        self._waiting: dict[str, torch.Tensor] = {}
+        self._buffer: dict[str, torch.Tensor] = {}
         self._files: list[str] = []
         self._num_batches = 0
 
-    def _clear(self, rank: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in (self.folder / f"rank{rank}.json", *self.folder.glob(f"rank{rank}-*.safetensors")):
-            path.unlink(missing_ok=True)
-        if self._remote is not None:
-            # The list first, because files without it count as incomplete.
-            self._remote.delete_file(f"rank{rank}.json")
-            for name in self._remote.names():
-                if name.startswith(f"rank{rank}-"):
-                    self._remote.delete_file(name)
-
     def _write(self, rank: int) -> None:
         self._files.append(f"rank{rank}-{len(self._files):05d}.safetensors")
-        save_tensors(self._waiting, self.folder / self._files[-1])
-        self._waiting = {}
+        save_tensors(self._buffer, self.folder / self._files[-1])
+        self._buffer = {}
 
 
-def _place(args: Any, *, data_ranks: Any = None, **_: Any) -> tuple[int, int, bool]:
+def _data_rank(args: Any, *, data_ranks: Any = None, **_: Any) -> tuple[int, int, bool]:
     """Return the data rank, their number, and whether another process has the same predictions."""
     if data_ranks is None:  # called by a loop of the user's
         return args.process_index, args.world_size, False
     return data_ranks.rank, data_ranks.world_size, data_ranks.copy > 0
 
 
-def _flat(tree: Any, name: str) -> dict[str, torch.Tensor]:
+def _flatten_tensors(tree: Any, name: str) -> dict[str, torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return {name: tree}
     if tree is None or is_cache(tree):
@@ -181,10 +178,10 @@ def _flat(tree: Any, name: str) -> dict[str, torch.Tensor]:
             f"They hold a {type(tree).__name__}, and the files take tensors only.",
             "Leave it out with ignore_keys or preprocess_logits_for_metrics.",
         )
-    return {path: leaf for key, value in entries for path, leaf in _flat(value, f"{name}/{key}").items()}
+    return {path: leaf for key, value in entries for path, leaf in _flatten_tensors(value, f"{name}/{key}").items()}
 
 
-def _read_about(folder: Path, rank: int) -> dict[str, Any]:
+def _read_listing(folder: Path, rank: int) -> dict[str, Any]:
     path = folder / f"rank{rank}.json"
     if not path.exists():
         raise TaskError(
@@ -192,14 +189,14 @@ def _read_about(folder: Path, rank: int) -> dict[str, Any]:
             f"{path.name} is missing: process {rank} has not written all its predictions, or wrote them elsewhere.",
             "Run predict() to its end, with a folder that all processes share.",
         )
-    about: dict[str, Any] = read_json(path)
-    return about
+    listing: dict[str, Any] = read_json(path)
+    return listing
 
 
-def _read_batches(folder: Path, about: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
-    size = about["batches_per_file"]
-    for number, file in enumerate(about["files"]):
+def _read_batches(folder: Path, listing: dict[str, Any]) -> Iterator[dict[str, torch.Tensor]]:
+    size = listing["batches_per_file"]
+    for number, file in enumerate(listing["files"]):
         tensors = load_tensors(folder / Path(file).name)
-        for batch in range(number * size, min((number + 1) * size, about["num_batches"])):
+        for batch in range(number * size, min((number + 1) * size, listing["num_batches"])):
             prefix = f"{batch}/"
             yield {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

@@ -36,9 +36,9 @@ def recompute_activations(model: nn.Module, options: Mapping[str, Any] | None) -
     Source: the documented `gradient_checkpointing` and `gradient_checkpointing_kwargs`.
     """
     options = dict(options or {})
-    classes, every = read_selective(options, layer_hint(base_model(model)))
+    classes, interval = read_selective(options, layer_hint(base_model(model)))
     if classes is not None:
-        return _recompute_layers(model, classes, options, every)
+        return _recompute_layers(model, classes, options, interval)
     # transformers 5 renamed the method, and warns about the older name.
     kind = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     enable = getattr(model, f"{kind}_checkpointing_enable", None)
@@ -79,19 +79,19 @@ def _require_input_gradients(model: nn.Module) -> Undo:
 
 
 def _recompute_layers(
-    model: nn.Module, classes: Sequence[Any] | str | type, options: dict[str, Any], every: int
+    model: nn.Module, classes: Sequence[Any] | str | type, options: dict[str, Any], interval: int
 ) -> Undo:
-    wanted = [classes] if isinstance(classes, (str, type)) else list(classes)
-    names = [kind if isinstance(kind, str) else kind.__name__ for kind in wanted]
-    layers = [module for module in model.modules() if type(module) in wanted or type(module).__name__ in names]
-    absent = set(names) - {type(layer).__name__ for layer in layers}
-    if absent or not layers:
+    kinds = [classes] if isinstance(classes, (str, type)) else list(classes)
+    names = [kind if isinstance(kind, str) else kind.__name__ for kind in kinds]
+    layers = [module for module in model.modules() if type(module) in kinds or type(module).__name__ in names]
+    missing = set(names) - {type(layer).__name__ for layer in layers}
+    if missing or not layers:
         raise ConfigError(
             f"gradient_checkpointing_kwargs named the layer classes {', '.join(names) or 'of no layer'}.",
-            f"{type(model).__name__} has no layer of {', '.join(sorted(absent)) or 'them'}.",
+            f"{type(model).__name__} has no layer of {', '.join(sorted(missing)) or 'them'}.",
             f"It has: {', '.join(sorted({type(module).__name__ for module in model.modules()}))}.",
         )
-    layers = layers[::every]
+    layers = layers[::interval]
     for layer in layers:
         # Set on the instance, not by a wrapping module, so that parameters keep their names.
         run = _run_reentrant if options.get("use_reentrant") else checkpoint
@@ -111,11 +111,11 @@ def _run_reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     """
     options = {name: kwargs.pop(name) for name in ("use_reentrant", *_CHECKPOINT_OPTIONS) if name in kwargs}
     names, values = list(kwargs), [*args, *kwargs.values()]
-    tensors = {place: value for place, value in enumerate(values) if isinstance(value, torch.Tensor)}
+    tensors = {position: value for position, value in enumerate(values) if isinstance(value, torch.Tensor)}
     if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors.values()):
-        place = next((place for place, tensor in tensors.items() if tensor.is_floating_point()), None)
-        if place is not None:
-            values[place] = tensors[place].detach().requires_grad_()
+        position = next((position for position, tensor in tensors.items() if tensor.is_floating_point()), None)
+        if position is not None:
+            values[position] = tensors[position].detach().requires_grad_()
 
     def call(*values: Any) -> Any:
         return forward(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
@@ -125,14 +125,14 @@ def _run_reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 # Costly to compute, and small; without batched products, which hold the scores of attention.
 _ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-_NAMES = ("mm", "addmm", "convolution", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
-_KEPT = {getattr(torch.ops.aten, name).default for name in _NAMES}
+_SAVED_NAMES = ("mm", "addmm", "convolution", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
+_SAVED_OPS = {getattr(torch.ops.aten, name).default for name in _SAVED_NAMES}
 
 
-def _keep(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _choose_policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # Attention with dropout is repeated, so that the dropout after it draws the same numbers again.
-    draws = any(isinstance(value, float) and value > 0 for value in args) and op.name().startswith("aten::_scaled")
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT and not draws else CheckpointPolicy.PREFER_RECOMPUTE
+    is_random = any(isinstance(value, float) and value > 0 for value in args) and op.name().startswith("aten::_scaled")
+    return CheckpointPolicy.MUST_SAVE if op in _SAVED_OPS and not is_random else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def read_selective(options: dict[str, Any], layers: Any) -> tuple[Any, int]:
@@ -160,5 +160,5 @@ def read_selective(options: dict[str, Any], layers: Any) -> tuple[Any, int]:
         )
     options["use_reentrant"] = False
     if kind == "op":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_policy)
     return layers, kind if is_number else 1

@@ -26,13 +26,13 @@ def origin_of(parts: RunParts) -> dict[str, Any]:
     """
     script = str(getattr(sys.modules["__main__"], "__file__", None) or "")
     version = code_version(Path(script).resolve().parent if script.endswith(".py") else Path.cwd())
-    configs = [each.run_config for each in parts.events.callbacks if isinstance(vars(each).get("run_config"), Mapping)]
+    configs = [vars(callback).get("run_config") for callback in parts.events.callbacks]
     return {
         **({"code": version} if version else {}),
         "seed": parts.args.seed,
         "parameters": get_model_param_count(parts.model),
         "command": SECRET.sub(r"\1***", " ".join(sys.argv)),
-        "config": {name: value for config in configs for name, value in config.items()},
+        "config": {name: config[name] for config in configs if isinstance(config, Mapping) for name in config},
     }
 
 
@@ -41,9 +41,9 @@ def code_version(folder: Path) -> str | None:
     """Return the commit of a folder's git repository, with ``-dirty`` if files were changed since; None without one."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=_LIMIT_S, env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
         )
     except (OSError, subprocess.SubprocessError):  # git is missing or slow
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return result.stdout.strip() or None if result.returncode == 0 else None

@@ -16,27 +16,27 @@ def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
     Source: the documented `metrics_format`.
     """
-    shown: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
     for name, value in metrics.items():
         if "_mem_" in name:
-            shown[name] = f"{int(value) >> 20}MB"
+            texts[name] = f"{int(value) >> 20}MB"
         elif "_runtime" in name:
             seconds, hundredths = divmod(round(float(value) * 100), 100)
-            shown[name] = f"{datetime.timedelta(seconds=seconds)}.{hundredths:02d}"
+            texts[name] = f"{datetime.timedelta(seconds=seconds)}.{hundredths:02d}"
         elif name == "total_flos":
-            shown[name] = f"{int(value) >> 30}GF"
+            texts[name] = f"{int(value) >> 30}GF"
         elif isinstance(value, float):
-            shown[name] = round(value, 4)
+            texts[name] = round(value, 4)
         else:
-            shown[name] = value
-    return shown
+            texts[name] = value
+    return texts
 
 
 def metrics_table(split: str, metrics: Mapping[str, Any]) -> str:
     """Return metrics as aligned lines under a title, names sorted."""
-    shown = {name: str(value) for name, value in sorted(metrics_format(metrics).items())}
-    left, right = max(map(len, shown), default=0), max(map(len, shown.values()), default=0)
-    lines = [f"  {name:<{left}} = {value:>{right}}" for name, value in shown.items()]
+    texts = {name: str(value) for name, value in sorted(metrics_format(metrics).items())}
+    name_width, value_width = max(map(len, texts), default=0), max(map(len, texts.values()), default=0)
+    lines = [f"  {name:<{name_width}} = {value:>{value_width}}" for name, value in texts.items()]
     return "\n".join([f"***** {split} metrics *****", *lines])
 
 
@@ -47,5 +47,5 @@ def store_metrics(folder: Path, split: str, metrics: Mapping[str, Any], *, combi
     (folder / f"{split}_results.json").write_text(json.dumps(plain, indent=4, sort_keys=True) + "\n", encoding="utf-8")
     if combined:
         path = folder / "all_results.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        path.write_text(json.dumps({**known, **plain}, indent=4, sort_keys=True) + "\n", encoding="utf-8")
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        path.write_text(json.dumps({**stored, **plain}, indent=4, sort_keys=True) + "\n", encoding="utf-8")

@@ -32,7 +32,7 @@ class Salvage:
         self._parts, self._counts, self._saver = parts, counts, saver
         # The step that was complete at the last boundary, and what restores the state there until the update.
         self._step = 0
-        self._go_back: Callable[[], None] | None = None
+        self._restore: Callable[[], None] | None = None
         self._is_updating = False
 
     def __enter__(self) -> Salvage:
@@ -55,36 +55,37 @@ class Salvage:
             )
             return parts
 
-        def take(*args: Any) -> tuple[list[Any], Any]:
-            self._remember()
+        def get_samples(*args: Any) -> tuple[list[Any], Any]:
+            self._mark_state()
             return parts.hooks.get_batch_samples(*args)
 
         def step() -> bool:
             self._is_updating = True
             return parts.stepper.step()
 
-        hooks, stepper = replace(parts.hooks, get_batch_samples=take), replace(parts.stepper, step=step)
+        hooks, stepper = replace(parts.hooks, get_batch_samples=get_samples), replace(parts.stepper, step=step)
         return replace(parts, hooks=hooks, stepper=stepper)
 
-    def _remember(self) -> None:
+    def _mark_state(self) -> None:
+        """Note how to go back to this boundary: a step that fails has drawn numbers and changed buffers."""
         task, contents = self._parts.task, self._saver.contents
-        own = map_tensors(contents.registry.own_state(), torch.Tensor.clone)
+        task_state = map_tensors(contents.registry.own_state(), torch.Tensor.clone)
         buffers, counts = [buffer.clone() for buffer in task.buffers()], self._counts.mark()
 
         @torch.no_grad()
-        def go_back() -> None:
-            contents.past_state = own
+        def restore() -> None:
+            contents.past_state = task_state
             for buffer, value in zip(task.buffers(), buffers, strict=True):
                 buffer.copy_(value)
             self._counts.reset(counts)
 
-        self._step, self._go_back = self._parts.progress.step, go_back
+        self._step, self._restore = self._parts.progress.step, restore
         optimizer = self._parts.optimizer
         self._is_updating = hasattr(optimizer, "update_in_backward") or has_own_steps(optimizer)
 
     def _save_after(self, error: BaseException) -> None:
         step, saver, control = self._parts.progress.step, self._saver, self._parts.control
-        if self._go_back is None or isinstance(error, CheckpointError) or saver.saved_step == step:
+        if self._restore is None or isinstance(error, CheckpointError) or saver.saved_step == step:
             # Nothing was trained, saving failed, or this step is already saved.
             return
         if step == self._step:
@@ -93,7 +94,7 @@ class Salvage:
                 return
             if step == 0:
                 return
-            self._go_back()
+            self._restore()
             # What is requested belongs to the end of the step that failed.
             control.should_log = control.should_evaluate = control.should_save = False
         control.should_evaluate |= self._parts.is_evaluating

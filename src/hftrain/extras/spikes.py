@@ -67,7 +67,7 @@ class SpikeGuard(TrainerCallback):
         self._spike: torch.Tensor | None = None
         self._parts: Any = None
         # The checkpoint to which the last spikes went back, and how many.
-        self._rewound = ("", 0)
+        self._last_rewind = ("", 0)
 
     def checkpoint_objects(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this callback."""
@@ -99,7 +99,7 @@ class SpikeGuard(TrainerCallback):
 
     def wrap_parts(self, parts: Any) -> Any:
         """Decide before the update, after the clipping of all callbacks, whatever their order."""
-        self._parts, self._rewound = parts, ("", 0)
+        self._parts, self._last_rewind = parts, ("", 0)
         if self.on_spike == "rewind" and parts.hooks.rewind is None:
             raise ConfigError(
                 "Cannot use SpikeGuard('rewind').",
@@ -116,10 +116,10 @@ class SpikeGuard(TrainerCallback):
 
         def step() -> bool:
             # A norm that is not computed is 0 in every step, and never a spike.
-            both = (self._loss, 0.0 if norms[0] is None else norms[0])
-            numbers = [torch.as_tensor(each, dtype=torch.float32, device=strategy.device) for each in both]
-            now, self._loss = strategy.reduce(torch.stack(numbers), "mean"), 0.0
-            if not self._is_spike(now, leaves_overflow=precision.policy.loss_scaling) or self.on_spike == "warn":
+            numbers = (self._loss, 0.0 if norms[0] is None else norms[0])
+            tensors = [torch.as_tensor(number, dtype=torch.float32, device=strategy.device) for number in numbers]
+            values, self._loss = strategy.reduce(torch.stack(tensors), "mean"), 0.0
+            if not self._is_spike(values, leaves_overflow=precision.policy.loss_scaling) or self.on_spike == "warn":
                 return bool(stepper.step())
             if precision.policy.loss_scaling:
                 precision.unscale(optimizer)  # the scaler must have looked at the gradients
@@ -128,17 +128,17 @@ class SpikeGuard(TrainerCallback):
 
         return replace(parts, stepper=replace(stepper, clip=clip, step=step))
 
-    def _is_spike(self, now: torch.Tensor, *, leaves_overflow: bool) -> bool:
+    def _is_spike(self, new: torch.Tensor, *, leaves_overflow: bool) -> bool:
         """Compare the values of a step with the window, then add them to it; synchronises."""
         median = self._values.nanmedian(dim=1).values
         deviation = _DEVIATION * (self._values - median[:, None]).abs().nanmedian(dim=1).values
-        found = ~(now <= median + self.sigma_factor * deviation)  # also NaN
+        is_outlier = ~(new <= median + self.sigma_factor * deviation)  # also NaN
         if leaves_overflow:
-            found &= now[1].isfinite()  # the precision skips such a step itself, and lowers its scale
-        is_spike = bool(found.any()) and self._num_steps >= max(2, self.rolling_interval_length // 2)
-        self._values[:, self._num_steps % self.rolling_interval_length] = torch.where(now.isfinite(), now, torch.nan)
+            is_outlier &= new[1].isfinite()  # the precision skips such a step itself, and lowers its scale
+        is_spike = bool(is_outlier.any()) and self._num_steps >= max(2, self.rolling_interval_length // 2)
+        self._values[:, self._num_steps % self.rolling_interval_length] = torch.where(new.isfinite(), new, torch.nan)
         self._num_steps += 1
-        self._spike = torch.stack([now, median]) if is_spike else None
+        self._spike = torch.stack([new, median]) if is_spike else None
         return is_spike
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -154,17 +154,18 @@ class SpikeGuard(TrainerCallback):
             self._spike = None
             if self.on_spike == "rewind":
                 # Once all callbacks are done with the step, and before a signal or the clock saves it.
-                self._parts.pending.insert(0, self._go_back)
+                self._parts.pending.insert(0, self._rewind)
 
-    def _go_back(self) -> None:
-        self._parts.pending.remove(self._go_back)
+    def _rewind(self) -> None:
+        """Load the newest checkpoint's weights, but not the same one again and again."""
+        self._parts.pending.remove(self._rewind)
         folder, step = self._parts.hooks.rewind(), self._parts.progress.step
         if folder is None:
             logger.warning("Step %d has no checkpoint to go back to yet. Its update was left out.", step)
             return
-        name, number = self._rewound
-        self._rewound = (folder.name, number + 1 if folder.name == name else 1)
-        if self._rewound[1] > _MAX_REWINDS:
+        name, number = self._last_rewind
+        self._last_rewind = (folder.name, number + 1 if folder.name == name else 1)
+        if self._last_rewind[1] > _MAX_REWINDS:
             raise TaskError(
                 f"Cannot continue at step {step}, which is a spike.",
                 f"Going back to {folder.name} {_MAX_REWINDS} times, each time with other samples, has not helped.",

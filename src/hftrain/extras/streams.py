@@ -32,10 +32,10 @@ class EpochStream(StreamWrapper):
         super().__init__(dataset)
         self._seed = seed
         self._rank = rank
-        self._begun: int | None = None
+        self._epoch_begun: int | None = None
         self._first_state: Any = None
         # A state from which nothing was read yet: a stream may not return it before it is iterated.
-        self._unread: Any = None
+        self._unread_state: Any = None
         self._is_loaded = self._is_over = False
         # Batches of this worker in this epoch; counted if each batch has a state, and part of the next batch's seed.
         self.num_batches = 0
@@ -63,21 +63,21 @@ class EpochStream(StreamWrapper):
         return self._until_over(iter(self.dataset))
 
     def _begin(self, epoch: int, *, is_loaded: bool) -> None:
-        if self._begun is None:
+        if self._epoch_begun is None:
             if has_state(self.dataset) and not is_loaded:
                 self._first_state = copy.deepcopy(self.dataset.state_dict())
-        elif epoch != self._begun:
+        elif epoch != self._epoch_begun:
             # Also with a loaded state: it is what remains of an epoch that was filled up.
             self.num_batches = 0
             if has_state(self.dataset):
                 self.load_state_dict({"stream": self._first_state, "is_over": False})
                 self._is_loaded = False
-        self._begun = epoch
+        self._epoch_begun = epoch
         self._seed_worker(epoch)
 
     def _until_over(self, items: Iterator[Any]) -> Iterator[Any]:
         for item in islice(items, 1):
-            self._unread = None
+            self._unread_state = None
             yield item
         yield from items
         # An incomplete last batch has reached the end; the stream's own state may already be that of a new start.
@@ -95,14 +95,14 @@ class EpochStream(StreamWrapper):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the stream, and whether it was read to its end."""
-        stream = self.dataset.state_dict() if self._unread is None else self._unread
+        stream = self.dataset.state_dict() if self._unread_state is None else self._unread_state
         return {"stream": stream, "is_over": self._is_over}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._begun is None and not self._is_loaded:
+        if self._epoch_begun is None and not self._is_loaded:
             self._first_state = copy.deepcopy(self.dataset.state_dict())
-        self._is_loaded, self._is_over, self._unread = True, bool(state["is_over"]), state["stream"]
-        self.dataset.load_state_dict(copy.deepcopy(self._unread))
+        self._is_loaded, self._is_over, self._unread_state = True, bool(state["is_over"]), state["stream"]
+        self.dataset.load_state_dict(copy.deepcopy(self._unread_state))
 
 
 class BatchShardStream(StreamWrapper):
@@ -138,10 +138,10 @@ class BatchShardStream(StreamWrapper):
 
     def __len__(self) -> int:
         full, tail = divmod(len(self.dataset), self._batch_size)
-        rounds, left = divmod(full, self._world_size)
+        rounds, num_extra = divmod(full, self._world_size)
         if self._drops_rest:
             return rounds * self._batch_size
-        return (rounds + (self._rank < left)) * self._batch_size + (tail if self._rank == left else 0)
+        return (rounds + (self._rank < num_extra)) * self._batch_size + (tail if self._rank == num_extra else 0)
 
 
 class EvenedStream(StreamWrapper):
@@ -162,28 +162,28 @@ class EvenedStream(StreamWrapper):
         self._is_loaded = self._is_over = self._is_filled = False
 
     def __iter__(self) -> Iterator[Any]:
-        return self._read_again() if has_state(self.dataset) else even_out(self.dataset, self._unit)
+        return self._iterate_filled() if has_state(self.dataset) else even_out(self.dataset, self._unit)
 
-    def _read_again(self) -> Iterator[Any]:
+    def _iterate_filled(self) -> Iterator[Any]:
         is_loaded, self._is_loaded = self._is_loaded, False
         # After a state of the end a stream gives nothing once or twice, and then starts over.
-        again = (self.dataset, self.dataset)
+        passes = (self.dataset, self.dataset)
         # Even if nothing is read: an epoch must consume the loaded state, or the next one would begin with it.
         stream = iter(self.dataset)
         if not is_loaded:
             self._count, self._is_over, self._is_filled = 0, False, False
             self._first_state = copy.deepcopy(self.dataset.state_dict())
         if not self._is_over:
-            yield from self._counted(stream, *(() if is_loaded else again))
+            yield from self._count_items(stream, *(() if is_loaded else passes))
             self._is_over, self._end = True, copy.deepcopy(self.dataset.state_dict())
         elif self._count % self._unit:
-            yield from islice(self._counted(stream), -self._count % self._unit)
+            yield from islice(self._count_items(stream), -self._count % self._unit)
         # More than once if the stream is shorter than what is missing.
         while self._count % self._unit:
-            before, self._is_filled = self._count, True
+            num_before, self._is_filled = self._count, True
             self.dataset.load_state_dict(copy.deepcopy(self._first_state))
-            yield from islice(self._counted(self.dataset, *again), -self._count % self._unit)
-            if self._count == before:
+            yield from islice(self._count_items(self.dataset, *passes), -self._count % self._unit)
+            if self._count == num_before:
                 raise TaskError(
                     "Cannot fill up a stream from its start, so that all processes get as many samples.",
                     "Put back into the state in which the epoch began, it gave none.",
@@ -193,21 +193,21 @@ class EvenedStream(StreamWrapper):
             # The next pass begins where this one ended, as if it had not been filled up.
             self.dataset.load_state_dict(copy.deepcopy(self._end))
 
-    def _counted(self, *attempts: Iterable[Any]) -> Iterator[Any]:
-        before = self._count
+    def _count_items(self, *attempts: Iterable[Any]) -> Iterator[Any]:
+        num_before = self._count
         for items in attempts:
             for item in items:
                 self._count += 1
                 yield item
-            if self._count != before:
+            if self._count != num_before:
                 return
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stream's state and the data needed to fill it up."""
         count = self._count % self._unit
-        own = {"start": self._first_state, "end": self._end, "count": count}
-        own |= {"is_over": self._is_over, "is_filled": self._is_filled}
-        return {"stream": self._end if self._is_filled and not count else self.dataset.state_dict(), **own}
+        filling = {"start": self._first_state, "end": self._end, "count": count}
+        filling |= {"is_over": self._is_over, "is_filled": self._is_filled}
+        return {"stream": self._end if self._is_filled and not count else self.dataset.state_dict(), **filling}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._first_state, self._count = state["start"], int(state["count"])

@@ -33,14 +33,15 @@ class AccelerateLogger(Logger):
 
         # The trackers write to accelerate's log, which needs the state of the processes.
         announce_launch()
-        PartialState(cpu=run.model is not None and all(each.device.type == "cpu" for each in run.model.parameters()))
+        devices = None if run.model is None else {parameter.device.type for parameter in run.model.parameters()}
+        PartialState(cpu=devices is not None and devices <= {"cpu"})
         self._tracker = getattr(tracking, self.tracker_class)(**self._options(run))
-        running = self._running()
-        self._is_own = running is None
-        if running is None:
+        open_run = self._find_open_run()
+        self._is_own = open_run is None
+        if open_run is None:
             self._tracker.start()
         else:
-            setattr(self._tracker, self.run_attribute, running)
+            setattr(self._tracker, self.run_attribute, open_run)
         self._run = self._tracker.tracker
         self.run_id = str(getattr(self._run, self.id_attribute))
         self._record(run)
@@ -53,7 +54,7 @@ class AccelerateLogger(Logger):
             self._run = None
             self._tracker.finish()
 
-    def _running(self) -> Any:
+    def _find_open_run(self) -> Any:
         """Return the run object that the user has opened; None without one."""
 
     def _options(self, run: RunFacts) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class ClearMLLogger(AccelerateLogger):
     tracker_class = "ClearMLTracker"
     run_attribute = "task"
 
-    def _running(self) -> Any:
+    def _find_open_run(self) -> Any:
         from clearml import Task
 
         return Task.current_task()
@@ -137,7 +138,7 @@ class CometLogger(AccelerateLogger):
     tracker_class = "CometMLTracker"
     run_attribute = "writer"
 
-    def _running(self) -> Any:
+    def _find_open_run(self) -> Any:
         import comet_ml
 
         return comet_ml.get_running_experiment()
@@ -163,7 +164,6 @@ class CometLogger(AccelerateLogger):
         self._run.log_text(text, step=step, metadata={"name": name})
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-        """Upload a CSV file."""
         self._run.log_table(f"{name}-{step}.csv", tabular_data=rows, headers=columns)
 
     def log_artifact(self, folder: Path, step: int) -> None:
@@ -201,7 +201,7 @@ class DVCLiveLogger(AccelerateLogger):
             self.artifacts = {"all": "checkpoint", True: "end"}.get(log_model, "no")
         self._live, self._live_options = live, kwargs
 
-    def _running(self) -> Any:
+    def _find_open_run(self) -> Any:
         return self._live
 
     def _options(self, run: RunFacts) -> dict[str, Any]:
@@ -211,7 +211,6 @@ class DVCLiveLogger(AccelerateLogger):
         self._tracker.store_init_configuration({name: value for name, value in run.config.items() if value is not None})
 
     def log_image(self, name: str, image: Any, step: int) -> None:
-        """Write a PNG of each step."""
         self._run.log_image(f"{name}/{step}.png", image)
 
     def log_artifact(self, folder: Path, step: int) -> None:
@@ -248,15 +247,15 @@ class SwanLabLogger(AccelerateLogger, MediaByWrapping):
             if self._project is not None:
                 os.environ["SWANLAB_PROJECT"] = self._project
 
-    def _running(self) -> Any:
+    def _find_open_run(self) -> Any:
         import swanlab
 
         return swanlab.get_run() if swanlab.has_run() else None
 
     def _options(self, run: RunFacts) -> dict[str, Any]:
         run_id = run.run_id or os.environ.get("SWANLAB_RUN_ID")
-        known = {"id": run_id, "resume": os.environ.get("SWANLAB_RESUME") or "allow"} if run_id else {}
-        return {"run_name": self._project, "name": run.name, "log_dir": os.environ.get("SWANLAB_LOG_DIR"), **known}
+        continued = {"id": run_id, "resume": os.environ.get("SWANLAB_RESUME") or "allow"} if run_id else {}
+        return {"run_name": self._project, "name": run.name, "log_dir": os.environ.get("SWANLAB_LOG_DIR"), **continued}
 
     def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
         import swanlab
@@ -265,5 +264,5 @@ class SwanLabLogger(AccelerateLogger, MediaByWrapping):
 
     def close(self) -> None:
         """Finish the run, unless it is already finished."""
-        self._is_own = self._is_own and self._running() is not None
+        self._is_own = self._is_own and self._find_open_run() is not None
         super().close()

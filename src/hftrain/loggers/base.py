@@ -167,11 +167,11 @@ def regroup(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
     Source: the documented integrations.
     """
-    grouped = {}
+    renamed = {}
     for name, value in metrics.items():
-        stage, _, rest = name.partition("_")
-        grouped[f"{stage}/{rest}" if stage in ("eval", "test") and rest else f"train/{name}"] = value
-    return grouped
+        stage, _, metric = name.partition("_")
+        renamed[f"{stage}/{metric}" if stage in ("eval", "test") and metric else f"train/{name}"] = value
+    return renamed
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -39,27 +39,27 @@ def available_loggers() -> list[str]:
 
     Trackers added by other packages are used only if named.
     """
-    kinds: dict[str, Any] = {name: loggers.resolve(name)[0] for name in loggers.names(with_entry_points=False)}
+    classes: dict[str, Any] = {name: loggers.resolve(name)[0] for name in loggers.names(with_entry_points=False)}
     usable = {
-        name: kind
-        for name, kind in kinds.items()
-        if not kind.missing_packages() and kind.why_off() is None and kind.joins_all()
+        name: cls
+        for name, cls in classes.items()
+        if not cls.missing_packages() and cls.why_off() is None and cls.joins_all()
     }
-    superseded = {name for kind in usable.values() for name in kind.replaces}
+    superseded = {name for cls in usable.values() for name in cls.replaces}
     return [name for name in usable if name not in superseded]
 
 
 def installed_tracker(name: str) -> Any:
     """Return the class of a tracker."""
-    kind: Any = loggers.resolve(name)[0]
-    missing = kind.missing_packages()
+    cls: Any = loggers.resolve(name)[0]
+    missing = cls.missing_packages()
     if missing:
         raise MissingDependencyError(
             f"Cannot report to tracker {name!r}:",
             f"it needs {' and '.join(missing)}, which cannot be imported.",
             f"Run: pip install 'hftrain[{name}]', or remove {name!r} from report_to.",
         )
-    return kind
+    return cls
 
 
 def create_logger(name: str, /, *args: Any, **kwargs: Any) -> Logger:

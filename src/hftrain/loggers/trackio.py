@@ -50,8 +50,8 @@ class TrackioLogger(MediaByWrapping):
         if run.space_id is None:
             trackio.sync(**_project(run), sdk="static", space_id=run.static_space_id, force=True)
         else:
-            space = {"space_id": run.space_id, "new_space_id": run.static_space_id}
-            trackio.freeze(**space, project=run.project, private=run.is_private)
+            spaces = {"space_id": run.space_id, "new_space_id": run.static_space_id}
+            trackio.freeze(**spaces, project=run.project, private=run.is_private)
 
 
 def _project(run: RunFacts) -> dict[str, Any]:

@@ -259,8 +259,8 @@ class EvaluateLoop(Loop[EvaluateParts]):
         is_needed = self.parts.hooks.compute_metrics is not None and not config.computes_per_batch
         if not config.keeps_predictions or not (config.returns_predictions or is_needed):
             return
-        predictions = extra("predictions")
-        kind = partial(predictions.Kept, num_samples=num_expected) if config.joins_batches else predictions.KeptBatches
+        gather = extra("predictions")
+        kind = partial(gather.RowCollector, num_samples=num_expected) if config.joins_batches else gather.BatchCollector
         for name in ("outputs", "labels", "inputs", "losses") if is_needed else ("outputs", "labels"):
             self._buffers[name] = kind(moves_every=config.moves_every, takes_objects=config.takes_objects)
 

@@ -43,22 +43,22 @@ def can_fuse(
         if not all(local_part(p.detach()).is_contiguous() for p in parameters):
             return False
         # torch does not list the supported devices, dtypes and tensor types, so one parameter of each kind is stepped.
-        stand_ins = [parameter.detach().new_zeros(_VECTORISED) for parameter in kinds.values()]
-        for (kind, *_), stand_in in zip(kinds, stand_ins, strict=True):
-            if kind not in (torch.Tensor, nn.Parameter, type(stand_in)):
+        samples = [parameter.detach().new_zeros(_VECTORISED) for parameter in kinds.values()]
+        for (kind, *_), sample in zip(kinds, samples, strict=True):
+            if kind not in (torch.Tensor, nn.Parameter, type(sample)):
                 return False
-        return _changes(cls, stand_ins)
+        return _steps_all(cls, samples)
     except Exception:
         # The errors of a missing kernel differ by class, device and version.
         return False
 
 
-def _changes(cls: type[Optimizer], stand_ins: list[torch.Tensor]) -> bool:
+def _steps_all(cls: type[Optimizer], samples: list[torch.Tensor]) -> bool:
     """Return whether one call steps every element: torch's SGD leaves those of 16 bits unchanged on a CPU."""
-    for stand_in in stand_ins:
-        stand_in.grad = torch.ones_like(stand_in)
-    cls(stand_ins, lr=1.0, fused=True).step()  # type: ignore[call-arg]
-    return all(bool(local_part(stand_in).all()) for stand_in in stand_ins)
+    for sample in samples:
+        sample.grad = torch.ones_like(sample)
+    cls(samples, lr=1.0, fused=True).step()  # type: ignore[call-arg]
+    return all(bool(local_part(sample).all()) for sample in samples)
 
 
 def fit_gradients(optimizer: Optimizer, *_: Any, is_chosen: bool = False) -> None:
@@ -71,13 +71,13 @@ def fit_gradients(optimizer: Optimizer, *_: Any, is_chosen: bool = False) -> Non
     """
     for group in optimizer.param_groups:
         if group.get("fused") and not _are_all_contiguous(group["params"]):
-            _lay_out(group, optimizer.state, may_leave=not is_chosen)
+            _fit_group(group, optimizer.state, may_unfuse=not is_chosen)
 
 
 def fit_moments(optimizer: Optimizer) -> None:
     """After a load, give moments the strides of their parameters; they may differ from those in the checkpoint."""
     for parameter, state in optimizer.state.items():
-        _fit(parameter, state)
+        _fit_state(parameter, state)
 
 
 def _are_all_contiguous(parameters: list[torch.Tensor]) -> bool:
@@ -88,28 +88,29 @@ def _are_all_contiguous(parameters: list[torch.Tensor]) -> bool:
         return False
 
 
-def _lay_out(group: dict[str, Any], states: Mapping[torch.Tensor, Any], *, may_leave: bool) -> None:
+def _fit_group(group: dict[str, Any], states: Mapping[torch.Tensor, Any], *, may_unfuse: bool) -> None:
+    """Give the gradients the layout that the kernel reads, or leave the group to torch's loop."""
     for parameter in group["params"]:
         grad = parameter.grad
         if grad is None:
             continue
-        if may_leave and (grad.is_sparse or not parameter.is_contiguous()):
+        if may_unfuse and (grad.is_sparse or not parameter.is_contiguous()):
             group["fused"] = None
             return
         if grad.is_sparse:
             return
-        parameter.grad = _like(parameter, grad)
+        parameter.grad = _with_strides_of(parameter, grad)
         if parameter in states:
-            _fit(parameter, states[parameter])
+            _fit_state(parameter, states[parameter])
 
 
-def _fit(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+def _fit_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-            state[name] = _like(parameter, value)
+            state[name] = _with_strides_of(parameter, value)
 
 
-def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _with_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return the tensor with a parameter's strides; unchanged if it already has them."""
     if (value.is_contiguous() and parameter.is_contiguous()) or value.stride() == parameter.stride():
         return value
@@ -124,7 +125,7 @@ def check_fusible(cls: type[Optimizer], parameters: Iterable[torch.Tensor]) -> N
             leaves parameters of a dtype as they are.
     """
     for parameter in parameters:
-        if cls is SGD and parameter.is_cpu and not _changes(cls, [torch.zeros(_VECTORISED, dtype=parameter.dtype)]):
+        if cls is SGD and parameter.is_cpu and not _steps_all(cls, [torch.zeros(_VECTORISED, dtype=parameter.dtype)]):
             raise ConfigError(
                 f"Cannot use fused=True with parameters of {parameter.dtype}.",
                 "torch's fused SGD leaves them unchanged on a CPU.",

@@ -55,14 +55,14 @@ def get_parameter_names(
     def is_allowed(path: str) -> bool:
         return not any(pattern.search(path.lower()) for pattern in patterns)
 
-    found = [
+    names = [
         path
         for name, child in model.named_children()
         for inner in get_parameter_names(child, types, forbidden_layer_names)
         if not isinstance(child, types) and is_allowed(path := f"{name}.{inner}")
     ]
     # Slots that hold None count, as in code that iterates over `_parameters`.
-    return found + [name for name in model._parameters if is_allowed(name)]
+    return names + [name for name in model._parameters if is_allowed(name)]
 
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:

@@ -26,16 +26,16 @@ def find_named(model: nn.Module, pattern: str) -> dict[str, nn.Parameter]:
         >>> list(find_named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "[1-9]"))
         ['1.weight', '1.bias']
     """
-    named = dict(model.named_parameters())
-    found = {name: parameter for name, parameter in named.items() if find_path(name, pattern)}
-    if not found:
-        paths = sorted({path for name in named for path in accumulate(name.split("."), "{}.{}".format)})
+    parameters = dict(model.named_parameters())
+    matches = {name: parameter for name, parameter in parameters.items() if find_path(name, pattern)}
+    if not matches:
+        paths = sorted({path for name in parameters for path in accumulate(name.split("."), "{}.{}".format)})
         raise ConfigError(
             f"Cannot find {pattern!r} in {type(model).__name__}.",
             "No parameter has that path, or is in a module that has it.",
             suggest(pattern, paths),
         )
-    return found
+    return matches
 
 
 def find_path(name: str, pattern: str) -> str | None:
@@ -86,6 +86,6 @@ def layerwise_groups(
     for decays, group in zip((True, False), parameter_groups(model, weight_decay=weight_decay), strict=True):
         for parameter in group["params"]:
             factor = factors.get(names[id(parameter)], 1.0)
-            new = {"params": [], "lr": lr * factor, "weight_decay": group["weight_decay"]}
-            groups.setdefault((factor, decays), new)["params"].append(parameter)
+            empty = {"params": [], "lr": lr * factor, "weight_decay": group["weight_decay"]}
+            groups.setdefault((factor, decays), empty)["params"].append(parameter)
     return [groups[key] for key in sorted(groups, key=lambda key: (key[0], not key[1]))]

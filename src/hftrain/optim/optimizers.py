@@ -34,15 +34,15 @@ def parse_options(options: Mapping[str, Any] | str | None) -> dict[str, Any]:
     """
     if not isinstance(options, str):
         return dict(options or {})
-    pieces = [[part.strip() for part in piece.split("=")] for piece in options.split(",")] if options.strip() else []
-    parsed = {piece[0]: piece[-1] for piece in pieces}
-    if len(parsed) < len(pieces) or any(len(piece) != 2 or not all(piece) for piece in pieces):
+    pairs = [[part.strip() for part in pair.split("=")] for pair in options.split(",")] if options.strip() else []
+    values = {pair[0]: pair[-1] for pair in pairs}
+    if len(values) < len(pairs) or any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise ConfigError(
             f"Cannot use optim_args={options!r}.",
             "It must be 'key=value' pairs separated by commas, each key once.",
             "Write it like 'momentum=0.9, nesterov=True', or pass a dict.",
         )
-    return parsed
+    return values
 
 
 def refuse_unknown(
@@ -183,9 +183,9 @@ def optimizer_from_class(
     Source: the documented `optimizer_cls_and_kwargs`.
     """
     settings = dict(settings)
-    own = [settings.pop(key) for key in ("params", "model", "optimizer_dict") if key in settings]
-    if own:
-        return cls(own[0], **settings)
+    given_groups = [settings.pop(key) for key in ("params", "model", "optimizer_dict") if key in settings]
+    if given_groups:
+        return cls(given_groups[0], **settings)
     decay = settings.pop("weight_decay", weight_decay)
     if weight_decay not in (0.0, decay):
         raise ConfigError(
@@ -213,16 +213,16 @@ def optimizer_from_class(
     return optimizer
 
 
-def with_options(cls: type[Optimizer], config: OptimizerConfig, **given: Any) -> OptimizerClass:
+def with_options(cls: type[Optimizer], config: OptimizerConfig, **settings: Any) -> OptimizerClass:
     """Return a class with its arguments: the learning rate, `given`, and the options cast by its signature.
 
     Settings with an argument of their own (`lr`, `weight_decay`, those in `given`) are not options.
     """
-    given = {"lr": config.learning_rate, **given}
-    taken = {"params", "weight_decay", *given}
+    settings = {"lr": config.learning_rate, **settings}
+    reserved = {"params", "weight_decay", *settings}
     parameters = inspect.signature(cls, eval_str=True).parameters
-    hints = {name: parameter.annotation for name, parameter in parameters.items() if name not in taken}
-    return cls, {**given, **read_options(config, hints)}
+    hints = {name: parameter.annotation for name, parameter in parameters.items() if name not in reserved}
+    return cls, {**settings, **read_options(config, hints)}
 
 
 def read_options(config: OptimizerConfig, hints: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,8 +91,8 @@ def follows_metric(schedule: Any) -> bool:
 
 def by_metric(config: ScheduleConfig, optimizer: Optimizer, *, kind: Callable[..., Any]) -> LRScheduler:
     """Return a handler for a schedule that follows a metric; the options are its keyword arguments."""
-    own = inspect.signature(kind).parameters
-    options = {name: parameter for name, parameter in own.items() if name not in {"optimizer", "verbose"}}
+    parameters = inspect.signature(kind).parameters
+    options = {name: parameter for name, parameter in parameters.items() if name not in {"optimizer", "verbose"}}
     _check_options(config, options, has_warmup=False)
     with _impossible_is_config_error(config):
         schedule: LRScheduler = kind(optimizer, **config.options)
@@ -122,21 +122,21 @@ def by_multiplier(
     """
     base_lr = getattr(optimizer, "defaults", {}).get("lr")  # a wrapper may have none
     facts = {"warmup": config.num_warmup_steps, "total": config.num_training_steps, "base_lr": base_lr}
-    takes = inspect.signature(multiplier).parameters
-    adapts = inspect.signature(adapt).parameters if adapt else {}
-    options = {name: parameter for name, parameter in takes.items() if parameter.default is not parameter.empty}
-    options |= {name: parameter for name, parameter in adapts.items() if name not in facts}
-    _check_options(config, options, has_warmup="warmup" in takes)
-    known = {**facts, **config.options}
+    parameters = inspect.signature(multiplier).parameters
+    adapt_parameters = inspect.signature(adapt).parameters if adapt else {}
+    options = {name: parameter for name, parameter in parameters.items() if parameter.default is not parameter.empty}
+    options |= {name: parameter for name, parameter in adapt_parameters.items() if name not in facts}
+    _check_options(config, options, has_warmup="warmup" in parameters)
+    values = {**facts, **config.options}
     with _impossible_is_config_error(config):
-        arguments = {name: value for name, value in known.items() if name in takes}
+        arguments = {name: value for name, value in values.items() if name in parameters}
         if adapt:
-            arguments |= adapt(**{name: value for name, value in known.items() if name in adapts})
-        chosen = functools.partial(multiplier, **arguments)
+            arguments |= adapt(**{name: value for name, value in values.items() if name in adapt_parameters})
+        multiply = functools.partial(multiplier, **arguments)
         # Compute one value of each phase now, so that a bad option fails before the end of the warm-up.
         for step in (0, config.num_warmup_steps, max(config.num_warmup_steps, config.num_training_steps - 1)):
-            chosen(step)
-    return LambdaLR(optimizer, chosen, config.last_step)
+            multiply(step)
+    return LambdaLR(optimizer, multiply, config.last_step)
 
 
 def _check_options(config: ScheduleConfig, options: Mapping[str, inspect.Parameter], *, has_warmup: bool) -> None:
@@ -162,6 +162,7 @@ def _check_options(config: ScheduleConfig, options: Mapping[str, inspect.Paramet
 
 @contextmanager
 def _impossible_is_config_error(config: ScheduleConfig) -> Iterator[None]:
+    """Report arithmetic that the user's numbers make impossible as an error in the settings."""
     try:
         yield
     except ConfigError:

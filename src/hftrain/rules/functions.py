@@ -116,5 +116,5 @@ def read_optimizers(task: TaskModule) -> tuple[Any, Any]:
     result = task.configure_optimizers()
     if task.automatic_optimization and (result is None or isinstance(result, Optimizer)):
         return result, None
-    optimizer, schedule = extra("own_optimizers").read_own(task, result)
+    optimizer, schedule = extra("own_optimizers").read_optimizers(task, result)
     return optimizer, schedule

@@ -338,7 +338,7 @@ class Trainer:
             keywords = ", ".join(sorted(kwargs))
             raise TypeError(f"train() got unexpected keyword arguments: {keywords}. Settings go to TrainingArguments.")
         if trial is not None and self._trainer_parts.trial_run is None:
-            with extra("search").trying(self, self._trainer_parts, self._follow_arguments, trial):
+            with extra("search").trial_settings(self, self._trainer_parts, self._follow_arguments, trial):
                 return Trainer.train(self, resume_from_checkpoint, None, ignore_keys_for_eval)
         existing_files, parts = existing_part(self.output_dir), self._trainer_parts
         parts.activity.check_arguments()
@@ -350,7 +350,7 @@ class Trainer:
             run = partial(extra("smaller_batches").with_smaller_batches, self, run)
         with parts.activity.running("train"):
             if num_batches := self.fast_dev_run:
-                options = {"num_batches": num_batches, "resume": resume, "found": existing_files}
+                options = {"num_batches": num_batches, "resume": resume, "existing": existing_files}
                 return extra("rehearsal").rehearse(self, parts, run, **options)  # type: ignore[no-any-return]
             return run(resume)
 

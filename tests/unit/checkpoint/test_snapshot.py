@@ -75,10 +75,10 @@ def test_memory_that_cannot_be_reserved_is_said_and_taken_later(
         raise RuntimeError("not enough memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(copies, "_make", fail)
+        patched.setattr(copies, "_allocate", fail)
         copies.reserve(lambda keep: keep(state))
-        assert copies._reserving is not None
-        copies._reserving.join()
+        assert copies._reserve_thread is not None
+        copies._reserve_thread.join()
     assert "cannot be had beforehand (not enough memory)" in caplog.text
     copies.begin()
     assert torch.equal(copies.copy(state)["a"], state["a"])
@@ -91,9 +91,9 @@ def test_memory_reserved_for_a_gpu_is_pinned() -> None:
         {"large": torch.ones(4096, 1024, device="cuda"), "small": torch.ones(8, device="cuda")},
     )
     copies.reserve(lambda keep: keep(state))
-    assert copies._reserving is not None
-    copies._reserving.join()
-    reserved = {room.data_ptr() for rooms in copies._free.values() for room in rooms}
+    assert copies._reserve_thread is not None
+    copies._reserve_thread.join()
+    reserved = {room.data_ptr() for rooms in copies._free_buffers.values() for room in rooms}
     copies.begin()
     taken = copies.copy(state)
     copies.fence()()

@@ -16,15 +16,15 @@ def total(prints: Fingerprint) -> int:
 def test_each_bit_of_each_element_counts(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 5), (11,), ())]
-    before = total(Fingerprint(tensors, size=13, most=2))
+    before = total(Fingerprint(tensors, size=13, max_tensors=2))
     for tensor in tensors:
         for index in range(tensor.numel()):
             bits = tensor.view(-1)[index : index + 1].view(torch.uint8)
             for bit in (1, 64):
                 bits[-1] ^= bit
-                assert total(Fingerprint(tensors, size=13, most=2)) != before
+                assert total(Fingerprint(tensors, size=13, max_tensors=2)) != before
                 bits[-1] ^= bit
-    assert total(Fingerprint(tensors, size=13, most=2)) == before
+    assert total(Fingerprint(tensors, size=13, max_tensors=2)) == before
 
 
 def test_an_exchange_of_two_elements_counts_and_the_cut_into_parts_does_not() -> None:

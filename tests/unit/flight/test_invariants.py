@@ -12,7 +12,7 @@ from support.tiny import Net, make_arguments, make_rows
 from unit.flight.test_flight import SIZE, make
 
 from hftrain import FlightLog, HFTrainError, Mixture, Trainer, set_seed
-from hftrain.extras.flight.invariants import _copies
+from hftrain.extras.flight.invariants import _find_equal_readers
 
 LOG = {"flush_every": 3}
 
@@ -97,7 +97,7 @@ def test_mixtures_and_streams_may_repeat(tmp_path: Path) -> None:
 
 
 def test_processes_that_read_the_same_samples_are_named() -> None:
-    (found,) = _copies({1: [[1, 2], [3, 4], [1, 2]], 2: [[5, 6], [7, 8], [5, 6]]})
+    (found,) = _find_equal_readers({1: [[1, 2], [3, 4], [1, 2]], 2: [[5, 6], [7, 8], [5, 6]]})
     assert found[1].startswith("The processes 0 and 2 read the same samples in the steps 1 to 2")
-    assert not list(_copies({1: [[1, 2], [3, 4]], 2: [[5, 6], [1, 2]]}))
-    assert not list(_copies({1: [[1, 1], [1, 1]], 2: [[1], [1]]}))
+    assert not list(_find_equal_readers({1: [[1, 2], [3, 4]], 2: [[5, 6], [1, 2]]}))
+    assert not list(_find_equal_readers({1: [[1, 1], [1, 1]], 2: [[1], [1]]}))

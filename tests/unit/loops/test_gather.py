@@ -14,7 +14,7 @@ from torch import nn
 
 from hftrain.core.errors import TaskError
 from hftrain.extras.predictions.buffers import PADDING
-from hftrain.extras.predictions.gather import Kept, put_back
+from hftrain.extras.predictions.gather import RowCollector, restore_order
 
 RunRanks = Callable[..., list[Any]]
 
@@ -27,7 +27,7 @@ class Alone:
 
 def concatenate(batches: list[Any]) -> Any:
     """Keep batches on one rank."""
-    kept = Kept()
+    kept = RowCollector()
     for batch in batches:
         kept.add(batch)
     return kept.joined(Alone(), is_interleaved=False)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def test_types_that_cannot_hold_the_padding_are_widened_where_it_is_needed(dtype
 
 
 def test_arrays_and_numbers_are_kept_like_tensors() -> None:
-    kept = Kept()
+    kept = RowCollector()
     for number in (1, 2):
         kept.add({"array": numpy.full((2, number), number), "number": float(number), "flag": True, "none": None})
     joined = kept.joined(Alone(), is_interleaved=False)
@@ -61,7 +61,7 @@ def test_arrays_and_numbers_are_kept_like_tensors() -> None:
 @pytest.mark.parametrize("tree", ["text", (torch.ones(1), ["text"]), {"cache": object()}])
 def test_what_cannot_be_kept_is_named(tree: Any) -> None:
     with pytest.raises(TaskError, match=r"They hold a (str|object), and only tensors, arrays and numbers"):
-        Kept().add(tree)
+        RowCollector().add(tree)
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ def test_ranks_agree_on_a_type(run_ranks: RunRanks, dtype: torch.dtype, widths: 
     batches = [torch.ones(1, width).to(dtype) for width in widths]
 
     def join(group: Any) -> Any:
-        kept = Kept()
+        kept = RowCollector()
         kept.add(batches[group.rank])
         return kept.joined(group, is_interleaved=False)
 
@@ -85,7 +85,7 @@ def test_ranks_agree_on_a_type(run_ranks: RunRanks, dtype: torch.dtype, widths: 
 def test_rows_go_back_to_their_samples_several_of_one_together() -> None:
     order = [2, 0, 1]
     one, several, other = numpy.array([2, 0, 1]), numpy.array([20, 21, 0, 1, 10, 11]), numpy.arange(4)
-    found = put_back({"one": one, "several": (several, several.tolist()), "other": other, "none": None}, order)
+    found = restore_order({"one": one, "several": (several, several.tolist()), "other": other, "none": None}, order)
     assert found["one"].tolist() == [0, 1, 2]
     assert [list(rows) for rows in found["several"]] == [[0, 1, 10, 11, 20, 21]] * 2
     assert found["other"].tolist() == [0, 1, 2, 3]

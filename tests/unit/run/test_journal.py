@@ -128,7 +128,7 @@ def test_resumed_run_supersedes_what_its_checkpoint_does_not_know(tmp_path: Path
     for metric in ("loss", "eval_loss", "grad_norm"):
         logged = [(entry["step"], entry[metric]) for entry in trainer.state.log_history if metric in entry]
         assert run.points(metric) == logged
-    assert [last > first for (_, first), (_, last) in run.sessions] == [True, True]
+    assert [session.last_step > session.first_step for session in run.sessions] == [True, True]
     make(tmp_path).train()
     again = read_run(str(tmp_path), name="run")
     assert (again.num_earlier, len(again.sessions)) == (1, 1)

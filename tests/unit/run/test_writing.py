@@ -85,7 +85,7 @@ def test_async_save_reaches_the_disk_in_another_thread_only(tmp_path: Path, monk
 def test_first_async_save_finds_its_memory_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stall counted, not timed: no tensor of model and optimizer waits for new memory, at any save."""
     made: list[tuple[str, int]] = []
-    make = HostCopies._make
+    make = HostCopies._allocate
 
     def note(self: HostCopies, like: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
         made.append((threading.current_thread().name, like.numel()))
@@ -99,7 +99,7 @@ def test_first_async_save_finds_its_memory_taken(tmp_path: Path, monkeypatch: py
         made.clear()
 
     reserved: list[tuple[str, int]] = []
-    monkeypatch.setattr(HostCopies, "_make", note)
+    monkeypatch.setattr(HostCopies, "_allocate", note)
     # Whole batches: none of their tensors has the size of a parameter.
     trainer = make_trainer(tmp_path, At(5, 7, do={4: join}), policy=ASYNC, train_dataset=make_rows(24))
     trainer.train()

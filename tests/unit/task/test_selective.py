@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from hftrain import ConfigError, Trainer, set_seed
-from hftrain.extras.recompute import _keep, recompute_activations
+from hftrain.extras.recompute import _choose_policy, recompute_activations
 
 
 class Block(nn.Module):
@@ -105,10 +105,10 @@ def test_operations_that_are_kept_are_not_repeated() -> None:
 def test_attention_is_repeated_only_if_it_draws() -> None:
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     q = torch.randn(1, 1, 2, 4)
-    assert _keep(None, op, q, q, q, 0.0, True, scale=0.5).name == "MUST_SAVE"
-    assert _keep(None, op, q, q, q, 0.1, True).name == "PREFER_RECOMPUTE"
-    assert _keep(None, torch.ops.aten.mm.default, q, q).name == "MUST_SAVE"
-    assert _keep(None, torch.ops.aten.bmm.default, q, q).name == "PREFER_RECOMPUTE"
+    assert _choose_policy(None, op, q, q, q, 0.0, True, scale=0.5).name == "MUST_SAVE"
+    assert _choose_policy(None, op, q, q, q, 0.1, True).name == "PREFER_RECOMPUTE"
+    assert _choose_policy(None, torch.ops.aten.mm.default, q, q).name == "MUST_SAVE"
+    assert _choose_policy(None, torch.ops.aten.bmm.default, q, q).name == "PREFER_RECOMPUTE"
 
 
 @pytest.mark.parametrize(

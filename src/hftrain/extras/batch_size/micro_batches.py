@@ -34,8 +34,6 @@ T = TypeVar("T")
 
 logger = get_logger(__name__)
 
-SMALLER_BATCH = "smaller_batch"
-
 
 class MicroBatches:
     """Run a batch in micro-batches that fit into memory; replaces the two loop hooks that receive batches.
@@ -56,7 +54,7 @@ class MicroBatches:
         self, trainer: TrainerHooks, hooks: Hooks, shares: LossShares, logs: LogWindow, size: int | None
     ) -> None:
         self._trainer, self._hooks, self._shares, self._logs, self.size = trainer, hooks, shares, logs, size
-        self._done: list[Any] = []
+        self._finished_batches: list[Any] = []
         if size is not None:
             trainer.state.train_batch_size = size
         # On from the first step, so that every micro-batch can be weighted by its share of the items.
@@ -64,26 +62,27 @@ class MicroBatches:
 
     def take(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Take a step's batches; see `LossShares.take`."""
-        self._done = []
+        self._finished_batches = []
         return self._shares.take(epoch_iterator, num_batches, device)
 
     def step(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
         """Run forward and backward on a batch in parts; return the detached loss, scaled to its share of the step."""
         if self.size is None:
-            self._find(model, batch, num_items)
+            self._find_size(model, batch, num_items)
         loss, is_first = None, True
         while loss is None:
             if not is_first:
                 self._shrink(batch, f"step {self._trainer.state.global_step}")
                 self._trainer.model.zero_grad()
                 # zero_grad() also dropped the gradients that this step had accumulated.
-                for earlier in self._done:
+                for earlier in self._finished_batches:
                     self._run(model, earlier, num_items)
             loss, is_first = self._try(lambda: self._run(model, batch, num_items)), False
-        self._done.append(batch)
+        self._finished_batches.append(batch)
         return loss
 
-    def _find(self, model: nn.Module, batch: Any, num_items: Any) -> None:
+    def _find_size(self, model: nn.Module, batch: Any, num_items: Any) -> None:
+        """Halve the size until a rehearsal of the step fits on every process; it leaves no trace in logs or metrics."""
         strategy = self._trainer.strategy
         self.size = batch_size_of(batch) or self._trainer.state.train_batch_size or 1
         logs, buffers = self._logs.state_dict(), [(b, b.clone()) for b in self._trainer.task.buffers()]
@@ -115,11 +114,12 @@ class MicroBatches:
                 f"Memory ran out in {when} with a single sample per micro-batch.",
                 "Use a smaller model, shorter samples, gradient_checkpointing=True or a precision of 16 bits.",
             )
-        before, self.size = self.size, math.ceil(self.size / 2)
+        previous, self.size = self.size, math.ceil(self.size / 2)
         self._trainer.state.train_batch_size = self.size
-        logger.warning("Out of memory in %s: micro-batches of %d samples are cut to %d.", when, before, self.size)
+        logger.warning("Out of memory in %s: micro-batches of %d samples are cut to %d.", when, previous, self.size)
 
     def _run(self, model: nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
+        """Train on the parts of a batch; only the last one may exchange gradients."""
         assert self.size is not None
         step, parts = self._hooks.training_step, split_batch(batch, self.size)
         self._shares.has_weighed = len(parts) == 1
@@ -169,14 +169,14 @@ def split_batch(batch: Any, size: int) -> list[Any]:
         return [batch[start : start + size] for start in range(0, total, size)]
 
     def part_from(start: int) -> Any:
-        taken = slice(start, start + size)
-        part = map_tensors(batch, lambda t: t[taken] if t.dim() and len(t) == total else t)
+        rows = slice(start, start + size)
+        part = map_tensors(batch, lambda t: t[rows] if t.dim() and len(t) == total else t)
         if isinstance(batch, Mapping):
-            lists = {key: value[taken] for key, value in batch.items() if _is_per_sample(value, total)}
+            lists = {key: value[rows] for key, value in batch.items() if _is_per_sample(value, total)}
             return {**part, **lists} if lists else part
         if type(batch) in (list, tuple) and any(_is_per_sample(value, total) for value in batch):
             pairs = zip(batch, part, strict=True)
-            return type(batch)(value[taken] if _is_per_sample(value, total) else cut for value, cut in pairs)
+            return type(batch)(value[rows] if _is_per_sample(value, total) else cut for value, cut in pairs)
         return part
 
     return [part_from(start) for start in range(0, total, size)]
@@ -203,9 +203,9 @@ def with_smaller_batches(trainer: TrainerHooks, run: Callable[[Path | None], T],
     from accelerate.utils.memory import find_executable_batch_size
 
     args, strategy, parts = trainer.args, trainer.strategy, (trainer.optimizer, trainer.lr_scheduler)
-    given = args.per_device_train_batch_size
+    configured = args.per_device_train_batch_size
     size: int = strategy.broadcast_object(found_size(args, resume)) or args.train_batch_size
-    size //= max(args.train_batch_size // given, 1)
+    size //= max(args.train_batch_size // configured, 1)
 
     def halve() -> int:
         nonlocal size
@@ -222,4 +222,4 @@ def with_smaller_batches(trainer: TrainerHooks, run: Callable[[Path | None], T],
         # Not as a decorator: accelerate before 1.15 then ignores the reduction function.
         return find_executable_batch_size(attempt, size, halve)()  # type: ignore[no-any-return]
     finally:
-        args.per_device_train_batch_size = given
+        args.per_device_train_batch_size = configured

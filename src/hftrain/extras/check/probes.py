@@ -34,20 +34,21 @@ class Net(nn.Module):
         return {"loss": nn.functional.mse_loss(self.layers(x) * self.scale, labels)}
 
 
-class Trained(NamedTuple):
+class TrainingResult(NamedTuple):
     """What a training has come to: the loss of each step, and the weights on the host by name."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
 
-    def distance(self, other: Trained) -> float:
+    def distance(self, other: TrainingResult) -> float:
         """Return the largest difference, relative to the largest number of each tensor; NaN if one is."""
         pairs = [(torch.tensor(self.losses), torch.tensor(other.losses))]
         pairs += [(value, other.weights[name]) for name, value in self.weights.items()]
-        found = [(a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-12) for a, b in pairs]
-        return float(torch.stack(found).max())
+        largest = [expected.double().abs().max().clamp(min=1e-12) for _, expected in pairs]
+        distances = [(value.double() - expected.double()).abs().max() for value, expected in pairs]
+        return float((torch.stack(distances) / torch.stack(largest)).max())
 
-    def equals(self, other: Trained) -> bool:
+    def equals(self, other: TrainingResult) -> bool:
         """Tell whether two trainings are equal to the bit."""
         is_same = all(torch.equal(value, other.weights[name]) for name, value in self.weights.items())
         return is_same and self.losses == other.losses
@@ -69,8 +70,8 @@ def batches(device: torch.device, size: int) -> Iterator[dict[str, torch.Tensor]
     """Yield the batches of the training on a device."""
     rows = samples(size * STEPS)
     for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        yield {name: torch.stack([row[name] for row in part]).to(device) for name in ("x", "labels")}
+        batch = rows[start : start + size]
+        yield {name: torch.stack([row[name] for row in batch]).to(device) for name in ("x", "labels")}
 
 
 def make_trainer(folder: Path, *callbacks: TrainerCallback, net: nn.Module | None = None, **options: Any) -> Trainer:
@@ -88,17 +89,17 @@ def make_trainer(folder: Path, *callbacks: TrainerCallback, net: nn.Module | Non
     return trainer
 
 
-def train(folder: Path, **options: Any) -> tuple[Trainer, Trained]:
+def train(folder: Path, **options: Any) -> tuple[Trainer, TrainingResult]:
     """Train, and return the Trainer and its result; of a split model, the weights are left out."""
     resume = options.pop("resume", None)
     trainer = make_trainer(folder, **options)
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = {} if trainer.strategy.shards_model else dict(trainer.model.state_dict())
-    return trainer, Trained(losses, {name: value.detach().cpu() for name, value in weights.items()})
+    return trainer, TrainingResult(losses, {name: value.detach().cpu() for name, value in weights.items()})
 
 
-def train_by_hand(device: torch.device, num_ranks: int, cast: torch.dtype | None = None) -> Trained:
+def train_by_hand(device: torch.device, num_ranks: int, cast: torch.dtype | None = None) -> TrainingResult:
     """Train with a loop of plain torch, in one process on all samples of a step."""
     net, losses = new_net().to(device), []
     optimizer = torch.optim.SGD(net.parameters(), _RATE)
@@ -109,4 +110,4 @@ def train_by_hand(device: torch.device, num_ranks: int, cast: torch.dtype | None
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return Trained(losses, {name: value.detach().cpu() for name, value in net.state_dict().items()})
+    return TrainingResult(losses, {name: value.detach().cpu() for name, value in net.state_dict().items()})

@@ -33,8 +33,8 @@ from hftrain.strategies.registry import create_strategy
 
 # How far numbers may be apart, relative to the largest: rounding in another order, with room.
 _BOUNDS = {"fp32": 1e-4, "bf16": 0.05}
-_MOST_COST, _TIMED_STEPS, _TIMED_WIDTH = 2.0, 64, 2048
-_LEAST_MEMORY = 1 << 30
+_MAX_COST_RATIO, _TIMED_STEPS, _TIMED_WIDTH = 2.0, 64, 2048
+_MIN_MEMORY = 1 << 30
 _CPU = torch.device("cpu")
 _WAITS = {"cuda": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")}
 _TAKE_LOCK = """
@@ -77,9 +77,9 @@ def prove_all(output_dir: Path | None, *, only: str | None = None) -> Iterator[O
             except Failed as failed:
                 yield Outcome(name, "FAIL", *failed.args)
             except Exception as error:  # whatever it is, the other proofs still tell something
-                is_told = isinstance(error, HFTrainError)
-                remedy = "Do as the error says." if is_told else "Attach this to a report: no proof should end so."
-                yield Outcome(name, "FAIL", str(error) if is_told else f"{type(error).__name__}: {error}", remedy)
+                is_known = isinstance(error, HFTrainError)
+                remedy = "Do as the error says." if is_known else "Attach this to a report: no proof should end so."
+                yield Outcome(name, "FAIL", str(error) if is_known else f"{type(error).__name__}: {error}", remedy)
 
 
 @contextmanager
@@ -101,22 +101,22 @@ def prove_device(folder: Path) -> str:
     kind = find_device_type()
     if kind == "cpu":
         return f"no accelerator; CPU ({device_name(_CPU)}), threads: {torch.get_num_threads()}"
-    found = f"{torch.accelerator.device_count()} x {device_name(torch.device(kind, 0))} ({kind})"
-    read = getattr(torch.get_device_module(kind), "mem_get_info", None)
-    if read is not None:
-        free, total = read(0)
-        found += f", {readable_bytes(free)} of {readable_bytes(total)} free"
-        if free < _LEAST_MEMORY:
-            raise Failed(found, "Another process holds the memory: end it, or choose another device.")
-    return found
+    description = f"{torch.accelerator.device_count()} x {device_name(torch.device(kind, 0))} ({kind})"
+    read_memory = getattr(torch.get_device_module(kind), "mem_get_info", None)
+    if read_memory is not None:
+        free, total = read_memory(0)
+        description += f", {readable_bytes(free)} of {readable_bytes(total)} free"
+        if free < _MIN_MEMORY:
+            raise Failed(description, "Another process holds the memory: end it, or choose another device.")
+    return description
 
 
 def prove_numbers(folder: Path, *, precision: str) -> str:
     """Compare a training on the device with one of plain torch on the CPU."""
-    trainer, found = train(folder, bf16=precision == "bf16")
+    trainer, result = train(folder, bf16=precision == "bf16")
     expected = train_by_hand(_CPU, trainer.args.world_size, torch.bfloat16 if precision == "bf16" else None)
-    text = f"{trainer.strategy.device.type} and a loop on the CPU differ by {found.distance(expected):.1e}"
-    if not found.distance(expected) <= _BOUNDS[precision]:
+    text = f"{trainer.strategy.device.type} and a loop on the CPU differ by {result.distance(expected):.1e}"
+    if not result.distance(expected) <= _BOUNDS[precision]:
         raise Failed(text, "Update the driver and torch; leave torch.backends.cuda.matmul.allow_tf32 off.")
     return text
 
@@ -125,32 +125,32 @@ def prove_resume(folder: Path) -> str:
     """Compare a resumed training that draws on the device with an uninterrupted one, to the bit."""
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": STEPS // 2}
     trainer, whole = train(folder, net=new_net(dropout=0.3), **settings)
-    drawn = torch.rand(4, device=trainer.strategy.device).tolist()
-    half = str(folder / f"checkpoint-{STEPS // 2}")
-    trainer, resumed = train(folder, net=new_net(dropout=0.3), resume=half, **settings)
+    expected_numbers = torch.rand(4, device=trainer.strategy.device).tolist()
+    checkpoint = str(folder / f"checkpoint-{STEPS // 2}")
+    trainer, resumed = train(folder, net=new_net(dropout=0.3), resume=checkpoint, **settings)
     if not resumed.equals(whole):
         text = f"the resumed run differs by {resumed.distance(whole):.1e}"
         raise Failed(text, "Set full_determinism=True: kernels of this device may add up in any order.")
-    if torch.rand(4, device=trainer.strategy.device).tolist() != drawn:
+    if torch.rand(4, device=trainer.strategy.device).tolist() != expected_numbers:
         raise Failed("the random numbers of the device differ after it", "Update the device's package for torch.")
     return f"equal to the bit after {STEPS} steps, with dropout"
 
 
 def prove_background_save(folder: Path) -> str:
     """Read back what was saved while the training went on."""
-    kept: dict[int, dict[str, torch.Tensor]] = {}
+    weights_by_step: dict[int, dict[str, torch.Tensor]] = {}
 
     class Keep(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             weights = kwargs["model"].state_dict()
-            kept[state.global_step] = {name: value.detach().cpu().clone() for name, value in weights.items()}
+            weights_by_step[state.global_step] = {name: value.detach().cpu().clone() for name, value in weights.items()}
 
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     make_trainer(folder, Keep(), save_policy=SavePolicy(save_async=True), **settings).train()
     for step in range(2, STEPS + 1, 2):
         net = new_net()
         load_weights(net, folder / f"checkpoint-{step}")
-        if not all(torch.equal(value, kept[step][name]) for name, value in net.state_dict().items()):
+        if not all(torch.equal(value, weights_by_step[step][name]) for name, value in net.state_dict().items()):
             raise Failed(f"checkpoint-{step} holds other weights than the step had", "Leave save_async out.")
     return f"{STEPS // 2} checkpoints hold the weights of their steps"
 
@@ -192,10 +192,10 @@ def prove_waits(folder: Path) -> str:
                 profile.stop()
 
     make_trainer(folder, Watch(), logging_strategy="no").train()
-    counts = {each.key: each.count for each in profile.key_averages() if each.key in waits}
+    counts = {event.key: event.count for event in profile.key_averages() if event.key in waits}
     if counts:
-        found = ", ".join(f"{name} {count / number:g}" for name, count in counts.items())
-        raise Failed(f"a step that does not log waits: {found}", "Attach this to a report.")
+        waiting = ", ".join(f"{name} {count / number:g}" for name, count in counts.items())
+        raise Failed(f"a step that does not log waits: {waiting}", "Attach this to a report.")
     return f"0 in {number} steps that do not log"
 
 
@@ -215,7 +215,7 @@ def prove_cost(folder: Path) -> str:
     settings: dict[str, Any] = {"logging_strategy": "no", "max_steps": _TIMED_STEPS}
     trainer = make_trainer(folder, Clock(), net=net, train_dataset=data, **settings)
     trainer.train()
-    own = _fastest(ends_s)
+    trainer_s = _fastest(ends_s)
     net, ends_s = net.train(), []
     optimizer = torch.optim.SGD(net.parameters(), 1e-3)
     for _ in range(_TIMED_STEPS // STEPS):
@@ -225,11 +225,11 @@ def prove_cost(folder: Path) -> str:
             optimizer.zero_grad()
             wait()
             ends_s.append(time.perf_counter())
-    plain = _fastest(ends_s)
-    found = f"{own * 1e3:.2f} ms, by hand {plain * 1e3:.2f} ms"
-    if own > plain * _MOST_COST + 1e-3:
-        raise Failed(found, "Run it again on a quiet machine; set dataloader_num_workers if reading takes the time.")
-    return found
+    loop_s = _fastest(ends_s)
+    times = f"{trainer_s * 1e3:.2f} ms, by hand {loop_s * 1e3:.2f} ms"
+    if trainer_s > loop_s * _MAX_COST_RATIO + 1e-3:
+        raise Failed(times, "Run it again on a quiet machine; set dataloader_num_workers if reading takes the time.")
+    return times
 
 
 def _fastest(ends_s: list[float]) -> float:
@@ -244,13 +244,13 @@ def _on_ranks(proof: Callable[[Path], str], folder: Path) -> str:
     number = 2 if find_device_type() == "cpu" else torch.accelerator.device_count()
     if number < 2:
         raise Absent("one device; start with torchrun to prove more")
-    found, *_ = launch(_told, proof, folder, num_processes=number)
-    if isinstance(found, tuple):
-        raise Failed(*found)
-    return found
+    outcome, *_ = launch(_prove_or_fail, proof, folder, num_processes=number)
+    if isinstance(outcome, tuple):
+        raise Failed(*outcome)
+    return outcome
 
 
-def _told(proof: Callable[[Path], str], folder: Path) -> str | tuple[str, ...]:
+def _prove_or_fail(proof: Callable[[Path], str], folder: Path) -> str | tuple[str, ...]:
     """Return what a proof finds, also wrong: an error of one process would end the others'."""
     try:
         return proof(folder)
@@ -278,9 +278,9 @@ def prove_exchange(folder: Path) -> str:
 
 def prove_strategy(name: str, folder: Path) -> str:
     """Compare a training of several processes with one process of plain torch on the CPU. Collective."""
-    trainer, found = train(folder, strategy=name)
+    trainer, result = train(folder, strategy=name)
     number = trainer.strategy.world_size
-    difference = found.distance(train_by_hand(_CPU, number))
+    difference = result.distance(train_by_hand(_CPU, number))
     trainer.strategy.close()
     text = f"{number} processes and a loop in one differ by {difference:.1e}"
     if not difference <= _BOUNDS["fp32"]:

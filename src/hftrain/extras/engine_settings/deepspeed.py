@@ -21,15 +21,15 @@ from hftrain.strategies.deepspeed.config import Fill, find
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
 from hftrain.strategies.environment import is_set
 
-_YES = ("1", "true", "yes")
-_HALVES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
+_TRUE_TEXTS = ("1", "true", "yes")
+_HALF_PRECISIONS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
 
 
 def deepspeed_options(args: Any) -> dict[str, Any]:
     """Return the options of a strategy chosen by name: the config of the arguments, else of the launcher."""
-    other = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if is_set(FSDP_LAUNCHED) else None
-    if other is not None:
-        raise clash("DeepSpeed", other, "Both choose how processes share the model.")
+    conflict = f"fsdp={args.fsdp!r}" if args.fsdp else "the launcher's FSDP" if is_set(FSDP_LAUNCHED) else None
+    if conflict is not None:
+        raise clash("DeepSpeed", conflict, "Both choose how processes share the model.")
     config = args.deepspeed or (_from_launcher() if is_set(DEEPSPEED_LAUNCHED) else None)
     return {"config": config}
 
@@ -47,7 +47,7 @@ def fill_deepspeed_config(args: Any, strategy: Strategy, precision: Precision) -
 def _propagate(
     strategy: DeepSpeedStrategy, policy: PrecisionPolicy, args: Any, *, auto_find_batch_size: bool = False
 ) -> None:
-    half = _HALVES.get(str(policy.compute_dtype))
+    half = _HALF_PRECISIONS.get(str(policy.compute_dtype))
     values = run_values(args, world_size=strategy.world_size, has_found_batch_size=auto_find_batch_size)
     strategy.fill_config(values, half=half)
 
@@ -81,37 +81,37 @@ def run_values(args: Any, *, world_size: int, has_found_batch_size: bool = False
 
 
 def _warn_of_what_the_config_makes(args: Any, strategy: DeepSpeedStrategy) -> None:
-    defaults = {each.name: each.default for each in fields(args)}
+    defaults = {field.name: field.default for field in fields(args)}
     for part, name in (("optimizer", "optim"), ("scheduler", "lr_scheduler_type")):
         value = getattr(args, name)
         # Many scripts set a variant of the default explicitly.
         if part in strategy.makes and value != defaults[name] and not str(value).startswith("adamw_torch"):
-            made = find(strategy.config, f"{part}.type")
-            warn_once(f"{name}={str(value)!r} changes nothing: the DeepSpeed config makes the {part}, {made}.")
+            type_name = find(strategy.config, f"{part}.type")
+            warn_once(f"{name}={str(value)!r} changes nothing: the DeepSpeed config makes the {part}, {type_name}.")
 
 
 def _from_launcher() -> dict[str, Any] | str:
     """Return the config that `accelerate launch` set in the environment: a file or single settings."""
-    said = {
+    settings = {
         name.removeprefix("ACCELERATE_").removeprefix("DEEPSPEED_").lower(): value
         for name, value in os.environ.items()
         if name.startswith(("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_")) and value.lower() not in ("", "none")
     }
-    if "config_file" in said:
-        return str(Path(said["config_file"]))
-    zero: dict[str, Any] = {"stage": int(said.get("zero_stage", 2))}
+    if "config_file" in settings:
+        return str(Path(settings["config_file"]))
+    zero: dict[str, Any] = {"stage": int(settings.get("zero_stage", 2))}
     for part in ("optimizer", "param"):
-        device = said.get(f"offload_{part}_device")
+        device = settings.get(f"offload_{part}_device")
         if device is not None:
-            path = said.get(f"offload_{part}_nvme_path")
+            path = settings.get(f"offload_{part}_nvme_path")
             zero[f"offload_{part}"] = {"device": device, **({"nvme_path": path} if path and device == "nvme" else {})}
-    if said.get("zero3_save_16bit_model", "false").lower() in _YES:
+    if settings.get("zero3_save_16bit_model", "false").lower() in _TRUE_TEXTS:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     config: dict[str, Any] = {"zero_optimization": zero}
-    clipping = said.get("gradient_clipping", "auto")
+    clipping = settings.get("gradient_clipping", "auto")
     config["gradient_clipping"] = clipping if clipping == "auto" else float(clipping)
     # The launcher sets 1 by default.
-    steps = said.get("gradient_accumulation_steps", "1")
+    steps = settings.get("gradient_accumulation_steps", "1")
     config["gradient_accumulation_steps"] = "auto" if steps in ("1", "auto") else int(steps)
     return config
 
@@ -137,15 +137,15 @@ class HfDeepSpeedConfig:
 
     def __init__(self, config_or_args: Any) -> None:
         args = config_or_args if hasattr(config_or_args, "per_device_train_batch_size") else None
-        given = config_or_args if args is None else deepspeed_options(args)["config"]
-        if not given:
+        config = config_or_args if args is None else deepspeed_options(args)["config"]
+        if not config:
             raise ConfigError(
                 "Cannot make a HfDeepSpeedConfig from these arguments:",
                 "they hold no DeepSpeed config.",
                 "Set deepspeed to a dict or the path of a JSON file, or pass that instead of the arguments.",
             )
         options = {} if args is None else {"use_cpu": args.use_cpu, "backend": args.ddp_backend}
-        self._strategy = DeepSpeedStrategy(config=given, **options)
+        self._strategy = DeepSpeedStrategy(config=config, **options)
         if args is not None:
             half = "bf16" if args.bf16 else "fp16" if args.fp16 else None
             self._strategy.fill_config(run_values(args, world_size=self._strategy.world_size), half=half)
@@ -157,8 +157,8 @@ class HfDeepSpeedConfig:
             from transformers.integrations.deepspeed import set_hf_deepspeed_config
 
             # A weak reference: models built after this object is deleted are not partitioned.
-            hold: Callable[[Any], Any] = set_hf_deepspeed_config
-            hold(self)
+            set_config: Callable[[Any], Any] = set_hf_deepspeed_config
+            set_config(self)
 
     def is_zero3(self) -> bool:
         """Return whether parameters are partitioned."""

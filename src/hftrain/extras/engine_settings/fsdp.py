@@ -15,16 +15,16 @@ from hftrain.strategies.environment import is_set
 _SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _XLA_KEYS = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")
 # Keys that are options of the strategy, most of them with the same name.
-_ALIKE = (
+_SAME_NAMES = (
     *("min_num_params", "forward_prefetch", "sync_module_states", "cpu_ram_efficient_loading"),
     *("activation_checkpointing", "state_dict_type", "reshard_after_forward"),
 )
-_OPTIONS = {"transformer_layer_cls_to_wrap": "layer_classes", **{name: name for name in _ALIKE}}
+_OPTIONS = {"transformer_layer_cls_to_wrap": "layer_classes", **{name: name for name in _SAME_NAMES}}
 _KEYS = (*_OPTIONS, *_XLA_KEYS, "backward_prefetch", "limit_all_gathers", "use_orig_params", "version")
 # Keys of accelerate's own config file, and keys that have another name here.
-_OF_ACCELERATE = ("compute_environment", "config", "distributed_type", "mixed_precision", "num_processes")
-_LAUNCHERS = "That is a key of accelerate's config file: pass the file to `accelerate launch --config_file`."
-_ELSEWHERE = {
+_ACCELERATE_KEYS = ("compute_environment", "config", "distributed_type", "mixed_precision", "num_processes")
+_ACCELERATE_REMEDY = "That is a key of accelerate's config file: pass the file to `accelerate launch --config_file`."
+_REMEDIES = {
     "auto_wrap_policy": "Set min_num_params or transformer_layer_cls_to_wrap; each chooses a policy.",
     "offload_params": "Set fsdp='full_shard offload'.",
     "sharding_strategy": "Set fsdp='full_shard', 'shard_grad_op' or 'hybrid_shard'.",
@@ -44,7 +44,7 @@ def fsdp_options(args: Any, name: str | None) -> dict[str, Any]:
     Args:
         name: The name by which the strategy was chosen; None if `fsdp` chose it.
     """
-    words, given = _asked(args)
+    words, settings = _requested_settings(args)
     if name is None and read_launch().launcher is None:
         raise ConfigError(
             f"Cannot use fsdp={' '.join(words)!r}.",
@@ -52,10 +52,10 @@ def fsdp_options(args: Any, name: str | None) -> dict[str, Any]:
             "Start with torchrun or `accelerate launch`, or leave fsdp out.",
             fsdp=words,
         )
-    config = read_fsdp_config(given)
+    config = read_fsdp_config(settings)
     _check_config(args, config, words)
     unused = [f"strategy={name!r}"] if name == "fsdp1" else []
-    unused += [f"fsdp_config's {key}={config[key]!r}" for key in _keys_of_wrapper(config)]
+    unused += [f"fsdp_config's {key}={config[key]!r}" for key in _wrapper_keys(config)]
     if unused:
         warn_of_wrapper(unused)
     options = {_OPTIONS[key]: value for key, value in config.items() if key in _OPTIONS}
@@ -70,83 +70,84 @@ def fsdp_options(args: Any, name: str | None) -> dict[str, Any]:
     return options
 
 
-def _asked(args: Any) -> tuple[list[str], Any]:
+def _requested_settings(args: Any) -> tuple[list[str], Any]:
     """Return `fsdp` and `fsdp_config`, or the launcher's if both are unset."""
-    words, given = [str(word) for word in args.fsdp or ()], args.fsdp_config
-    return _from_launcher() if is_set(FSDP_LAUNCHED) and not words and not given else (words, given)
+    words, settings = [str(word) for word in args.fsdp or ()], args.fsdp_config
+    return _from_launcher() if is_set(FSDP_LAUNCHED) and not words and not settings else (words, settings)
 
 
-def _keys_of_wrapper(config: dict[str, Any]) -> list[str]:
+def _wrapper_keys(config: dict[str, Any]) -> list[str]:
     """Return the keys whose values ask for what only torch's older wrapper did."""
-    found = {
+    requests = {
         "version": str(config.get("version", 2)) == "1",
         "backward_prefetch": _prefetch(config) != "backward_pre",
         "limit_all_gathers": config.get("limit_all_gathers") is False,
         "use_orig_params": config.get("use_orig_params") is False,
     }
-    return [key for key, is_asked in found.items() if is_asked]
+    return [key for key, is_requested in requests.items() if is_requested]
 
 
 def _prefetch(config: dict[str, Any]) -> str:
     return str(config.get("backward_prefetch") or "backward_pre").lower()
 
 
-def read_fsdp_config(given: Any) -> dict[str, Any]:
+def read_fsdp_config(settings: Any) -> dict[str, Any]:
     """Return `fsdp_config` as a dict: the documented prefix ``fsdp_`` is removed, and booleans may be text."""
-    if isinstance(given, str):
+    if isinstance(settings, str):
         remedy = "Pass the path of a JSON file, or a dict."
-        if given.endswith(("yaml", "yml")):
+        if settings.endswith(("yaml", "yml")):
             remedy = "A YAML file of accelerate's is for `accelerate launch --config_file`."
-        given = read_json(given, f"Cannot read fsdp_config={given!r} as JSON:", remedy)
-    if not isinstance(given or {}, dict):
-        raise ConfigError(f"Cannot use a {type(given).__name__} as fsdp_config.", "", "Pass a JSON object, or a dict.")
-    config = strip_fsdp(given or {})
+        settings = read_json(settings, f"Cannot read fsdp_config={settings!r} as JSON:", remedy)
+    if not isinstance(settings or {}, dict):
+        kind = type(settings).__name__
+        raise ConfigError(f"Cannot use a {kind} as fsdp_config.", "", "Pass a JSON object, or a dict.")
+    config = strip_fsdp(settings or {})
     for key in config:
         if key not in _KEYS:
-            remedy = _ELSEWHERE.get(key) or (_LAUNCHERS if key in _OF_ACCELERATE else suggest(key, _KEYS))
+            remedy = _REMEDIES.get(key) or (_ACCELERATE_REMEDY if key in _ACCELERATE_KEYS else suggest(key, _KEYS))
             raise ConfigError(f"Cannot use fsdp_config={{{key!r}: ...}}: there is no such key.", "", remedy)
     return {key: value for key, value in config.items() if value is not None}
 
 
 def _from_launcher() -> tuple[list[str], dict[str, Any]]:
     """Return the settings of `accelerate launch` in the environment, in the form of `fsdp` and `fsdp_config`."""
-    said = {name.removeprefix("FSDP_"): value for name, value in os.environ.items() if name.startswith("FSDP_")}
-    sharding = said.get("SHARDING_STRATEGY", "FULL_SHARD")
-    if said.get("VERSION") == "2":
-        sharding = "FULL_SHARD" if said.get("RESHARD_AFTER_FORWARD", "true") == "true" else "SHARD_GRAD_OP"
+    settings = {name.removeprefix("FSDP_"): value for name, value in os.environ.items() if name.startswith("FSDP_")}
+    sharding = settings.get("SHARDING_STRATEGY", "FULL_SHARD")
+    if settings.get("VERSION") == "2":
+        sharding = "FULL_SHARD" if settings.get("RESHARD_AFTER_FORWARD", "true") == "true" else "SHARD_GRAD_OP"
     if sharding in ("1", "2", "3", "4", "5"):
         sharding = _SHARDINGS[int(sharding) - 1]
     words = [sharding.lower()]
-    asked = f"Cannot use FSDP_SHARDING_STRATEGY={sharding!r}, which the launcher set."
-    check_known(words[0], _SHARDINGS, asked, "There is no such sharding.")
+    problem = f"Cannot use FSDP_SHARDING_STRATEGY={sharding!r}, which the launcher set."
+    check_known(words[0], _SHARDINGS, problem, "There is no such sharding.")
     for name in ("ACTIVATION_CHECKPOINTING_OFFLOAD", "IGNORED_MODULES"):
-        if said.get(name, "false").lower() not in ("", "false", "none"):
+        if settings.get(name, "false").lower() not in ("", "false", "none"):
             raise ConfigError(
-                f"Cannot use FSDP_{name}={said[name]!r}, which the launcher set.",
+                f"Cannot use FSDP_{name}={settings[name]!r}, which the launcher set.",
                 "The strategy has no such option.",
                 f"Leave fsdp_{name.lower()} out of accelerate's configuration.",
             )
-    if said.get("OFFLOAD_PARAMS", "false").lower() == "true":
+    if settings.get("OFFLOAD_PARAMS", "false").lower() == "true":
         words.append("offload")
     names = {
         key.upper(): key for key in (*_FLAGS, "backward_prefetch", "state_dict_type") if key != "limit_all_gathers"
     }
-    config: dict[str, Any] = {names[name]: value for name, value in said.items() if name in names}
-    policy = said.get("AUTO_WRAP_POLICY", "NO_WRAP")
+    config: dict[str, Any] = {names[name]: value for name, value in settings.items() if name in names}
+    policy = settings.get("AUTO_WRAP_POLICY", "NO_WRAP")
     if policy != "NO_WRAP":
         words.append("auto_wrap")
     if policy == "SIZE_BASED_WRAP":
-        config["min_num_params"] = int(said.get("MIN_NUM_PARAMS", "0"))
-    elif said.get("TRANSFORMER_CLS_TO_WRAP"):
-        config["transformer_layer_cls_to_wrap"] = said["TRANSFORMER_CLS_TO_WRAP"]
+        config["min_num_params"] = int(settings.get("MIN_NUM_PARAMS", "0"))
+    elif settings.get("TRANSFORMER_CLS_TO_WRAP"):
+        config["transformer_layer_cls_to_wrap"] = settings["TRANSFORMER_CLS_TO_WRAP"]
     return words, config
 
 
 def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
-    refused = [key for key in _XLA_KEYS if config.get(key)]
-    if refused:
+    xla_keys = [key for key in _XLA_KEYS if config.get(key)]
+    if xla_keys:
         reason = "It belongs to FSDP on XLA devices, and this is the FSDP of other ones."
-        raise _refuse(refused[0], config, reason, "Leave it out, or set the key xla and no other strategy.")
+        raise _refuse(xla_keys[0], config, reason, "Leave it out, or set the key xla and no other strategy.")
     if str(config.get("version", 2)) not in ("1", "2"):
         raise _refuse("version", config, "torch has two versions of FSDP.", "Leave it out.")
     for key in _FLAGS:
@@ -162,9 +163,9 @@ def _check_config(args: Any, config: dict[str, Any], words: list[str]) -> None:
         reason = "gradient_checkpointing=True recomputes the same activations."
         raise _refuse("activation_checkpointing", config, reason, "Keep activation_checkpointing alone.")
     shardings = {word for word in words if word in _SHARDINGS}
-    gathers_again = not shardings or bool(shardings & {"full_shard", "hybrid_shard"})
-    again = config.get("reshard_after_forward", gathers_again)
-    if not isinstance(again, int) or (shardings and bool(again) != gathers_again):
+    reshards_by_default = not shardings or bool(shardings & {"full_shard", "hybrid_shard"})
+    reshards = config.get("reshard_after_forward", reshards_by_default)
+    if not isinstance(reshards, int) or (shardings and bool(reshards) != reshards_by_default):
         reason = f"It must be true, false or a number of processes, and agree with fsdp={' '.join(shardings)!r}."
         raise _refuse("reshard_after_forward", config, reason, "Leave it out: the sharding decides.")
 

@@ -36,8 +36,8 @@ def xla_options(args: Any) -> dict[str, Any]:
         if args.fsdp:
             raise _refuse("fsdp", args.fsdp, "It needs the key xla on XLA devices.", "Set fsdp_config={'xla': True}.")
         return options
-    if refused := [str(word) for word in args.fsdp if str(word) not in ("full_shard", "auto_wrap")]:
-        reason = f"{refused[0]!r} is not among the ways in which the XLA compiler splits a model."
+    if unknown := [str(word) for word in args.fsdp if str(word) not in ("full_shard", "auto_wrap")]:
+        reason = f"{unknown[0]!r} is not among the ways in which the XLA compiler splits a model."
         raise _refuse("fsdp", [*map(str, args.fsdp)], reason, "Use 'full_shard', with or without 'auto_wrap'.")
     _check_settings(args, config.get("xla_fsdp_settings", {}))
     if config.get("activation_checkpointing"):
@@ -84,10 +84,10 @@ def _check_settings(args: Any, settings: Any) -> None:
         if key not in (*_DECIDED_BY_COMPILER, *_DTYPES):
             remedy = suggest(key, (*_DECIDED_BY_COMPILER, *_DTYPES))
             raise _refuse("xla_fsdp_settings", settings, f"There is no option {key!r}.", remedy)
-        computes = "bfloat16" if args.bf16 and key == "compute_dtype" else "float32"
+        expected = "bfloat16" if args.bf16 and key == "compute_dtype" else "float32"
         dtype = str(value).removeprefix("torch.")
-        if key in _DTYPES and dtype != computes:
-            reason = f"{key}={dtype!r} is not what the precision says, which is {computes!r}."
+        if key in _DTYPES and dtype != expected:
+            reason = f"{key}={dtype!r} is not what the precision says, which is {expected!r}."
             remedy = "Use bf16=True, which computes in bfloat16 and keeps buffers in float32, and leave it out."
             raise _refuse("xla_fsdp_settings", settings, reason, remedy)
     ignored = [key for key in settings if key in _DECIDED_BY_COMPILER]

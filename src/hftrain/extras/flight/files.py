@@ -30,7 +30,7 @@ class Ledger:
         self._path = self.folder / f"{self.name}.jsonl"
         self._rotate_bytes = rotate_bytes
         self._remote = extra("remote").RemoteFolder(output_dir) if is_url(output_dir) else None
-        self._sends = self._remote is not None and strategy.rank != strategy.local_rank
+        self._uploads_itself = self._remote is not None and strategy.rank != strategy.local_rank
         if self._remote is not None:
             with quiet(self.folder):
                 self._continue(self._remote)
@@ -45,11 +45,11 @@ class Ledger:
                 file.write(("\n" + text if is_torn else text).encode())
                 is_full = file.tell() > self._rotate_bytes
             if is_full:
-                _compress(self._path)
+                _archive(self._path)
 
     def send(self, *, is_last: bool = False) -> None:
         """Upload what this process has written, if nobody else does: on another machine, or after the run's end."""
-        if self._remote is not None and (self._sends or is_last):
+        if self._remote is not None and (self._uploads_itself or is_last):
             with quiet(self.folder):
                 for path in self.folder.glob(f"*{self.name}.*"):
                     self._remote.upload(path, f"{FOLDER}/{path.name}")
@@ -62,7 +62,7 @@ class Ledger:
                 remote.download(f"{FOLDER}/{name}", path)
 
 
-class Steps:
+class RecentSteps:
     """The losses and norms of the last 128 steps."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def quiet(folder: Path) -> Iterator[None]:
         warn_once(f"Some of the flight log could not be written to {folder}: {error}. Training continues.")
 
 
-def _compress(path: Path) -> None:
+def _archive(path: Path) -> None:
     number = len(list(path.parent.glob(f"{path.stem}.*.jsonl.gz")))
     target = path.with_name(f"{path.stem}.{number:04d}.jsonl.gz")
     target.write_bytes(gzip.compress(path.read_bytes(), mtime=0))

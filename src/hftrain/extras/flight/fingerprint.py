@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,14 @@ from hftrain.core.parameters import block_of
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # An odd number; its powers, and its products with an index, differ in all bits.
 _MIX = -7046029254386353131
+
+
+class _Span(NamedTuple):
+    """The elements of one parameter that belong to a part; of the whole tensor, flattened."""
+
+    parameter: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -29,31 +37,31 @@ class _Block:
     def num_elements(self) -> int:
         return math.prod(self.sizes)
 
-    def num_before(self, place: int) -> int:
+    def num_before(self, position: int) -> int:
         """Return how many elements of the block come before a place in the whole tensor."""
-        found, rest, own = 0, math.prod(self.shape), self.num_elements
+        count, tensor_stride, block_stride = 0, math.prod(self.shape), self.num_elements
         for length, first, size in zip(self.shape, self.offsets, self.sizes, strict=True):
-            if not own:
+            if not block_stride:
                 break
-            rest, own = rest // length, own // size
-            index, place = divmod(place, rest)
-            found += min(max(index - first, 0), size) * own
+            tensor_stride, block_stride = tensor_stride // length, block_stride // size
+            index, position = divmod(position, tensor_stride)
+            count += min(max(index - first, 0), size) * block_stride
             if not first <= index < first + size:
                 break
-        return found
+        return count
 
-    def of(self, values: torch.Tensor, part: slice, start: int) -> torch.Tensor:
+    def select(self, values: torch.Tensor, part: slice, start: int) -> torch.Tensor:
         """Return the values of a part of the block; the first of `values` is that of place `-start`."""
         if self.sizes[1:] == self.shape[1:]:
             start += self.offsets[0] * math.prod(self.shape[1:])
-            own = slice(part.start + start, part.stop + start)
-            return values if own == slice(0, len(values)) else values[own]
-        left, stride = torch.arange(part.start, part.stop, device=values.device), 1
-        places = torch.full_like(left, start)
+            span = slice(part.start + start, part.stop + start)
+            return values if span == slice(0, len(values)) else values[span]
+        remaining, stride = torch.arange(part.start, part.stop, device=values.device), 1
+        positions = torch.full_like(remaining, start)
         for length, first, size in reversed([*zip(self.shape, self.offsets, self.sizes, strict=True)]):
-            places += (left % size + first) * stride
-            left, stride = left // size, stride * length
-        return values[places]
+            positions += (remaining % size + first) * stride
+            remaining, stride = remaining // size, stride * length
+        return values[positions]
 
 
 class Fingerprint:
@@ -66,39 +74,36 @@ class Fingerprint:
         parameters: All trained parameters, in the same order on all processes; DTensors count by their own shards.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], *, size: int = 8192, most: int = 8) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], *, size: int = 8192, max_tensors: int = 8) -> None:
         self.parameters = list(parameters)
-        self._size, self._most = size, most
-        self._starts = [*accumulate((each.numel() for each in self.parameters), initial=0)]  # of the whole tensors
-        self._own = [_own_block(each) for each in self.parameters]
+        self._size, self._max_tensors = size, max_tensors
+        sizes = [parameter.numel() for parameter in self.parameters]  # of the whole tensors
+        self._starts = [*accumulate(sizes, initial=0)]
+        self._blocks = [_local_block(parameter) for parameter in self.parameters]
         self.is_split = any(
-            own is None or own.num_elements < each.numel() for own, each in zip(self._own, self.parameters, strict=True)
+            block is None or block.num_elements < size for block, size in zip(self._blocks, sizes, strict=True)
         )
-        self._windows = list(self._cut())
-        device = next((each.device for each in self.parameters if not each.is_meta), None)
+        self._parts = list(self._split_into_parts())
+        self.num_parts = len(self._parts)  # after so many steps every element has been looked at
+        device = next((parameter.device for parameter in self.parameters if not parameter.is_meta), None)
         self._powers = torch.full((size,), _MIX, device=device).cumprod(0)  # modulo 2^64
 
-    def _cut(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield the parts: of each tensor in one its number, first element and end."""
-        part: list[tuple[int, int, int]] = []
-        left = self._size
-        for number, each in enumerate(self.parameters):
-            done = 0
-            while done < each.numel():
-                end = min(each.numel(), done + left)
-                part.append((number, done, end))
-                left -= end - done
-                done = end
-                if left == 0 or len(part) == self._most:
+    def _split_into_parts(self) -> Iterator[list[_Span]]:
+        """Yield parts of at most `size` elements, of few tensors: each tensor costs several calls on the device."""
+        part: list[_Span] = []
+        room = self._size
+        for number, parameter in enumerate(self.parameters):
+            start = 0
+            while start < parameter.numel():
+                end = min(parameter.numel(), start + room)
+                part.append(_Span(number, start, end))
+                room -= end - start
+                start = end
+                if room == 0 or len(part) == self._max_tensors:
                     yield part
-                    part, left = [], self._size
+                    part, room = [], self._size
         if part:
             yield part
-
-    @property
-    def num_parts(self) -> int:
-        """After how many steps every element has been looked at."""
-        return len(self._windows)
 
     @torch.no_grad()
     def of(self, step: int) -> torch.Tensor:
@@ -106,37 +111,37 @@ class Fingerprint:
 
         A parameter without a gradient, or with a sparse one, then counts as one whose gradient is zero.
         """
-        window = self._windows[step % len(self._windows)] if self._windows else []
+        spans = self._parts[step % len(self._parts)] if self._parts else []
         gradients, weights, powers, has_any = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor](), False
-        for number, first, end in window:
-            parameter, own = self.parameters[number], self._own[number]
-            if own is None:
+        for span in spans:
+            parameter, block = self.parameters[span.parameter], self._blocks[span.parameter]
+            if block is None:
                 continue
-            part = slice(own.num_before(first), own.num_before(end))
+            part = slice(block.num_before(span.start), block.num_before(span.end))
             if part.start == part.stop:
                 continue
             weights.append(_local(parameter)[part])
             gradient = None if parameter.grad is None or parameter.grad.is_sparse else parameter.grad
             has_any |= gradient is not None
             gradients.append(torch.zeros_like(weights[-1]) if gradient is None else _local(gradient)[part])
-            powers.append(own.of(self._powers, part, self._starts[number] - self._start_of(window)))
+            powers.append(block.select(self._powers, part, self._starts[span.parameter] - self._start_of(spans)))
         if not weights:
             return torch.zeros(2, dtype=torch.int64, device=self._powers.device)
-        rows = [_joined(each) for each in (weights, gradients)[: 1 + has_any]]
-        rows = rows if len({each.dtype for each in rows}) == 1 else [_bits(each) for each in rows]
+        rows = [_joined(tensors) for tensors in (weights, gradients)[: 1 + has_any]]
+        rows = rows if len({row.dtype for row in rows}) == 1 else [_bits(row) for row in rows]
         return (_bits(torch.stack(rows)) * _joined(powers).to(rows[0].device)).sum(1)
 
-    def _start_of(self, window: list[tuple[int, int, int]]) -> int:
-        return self._starts[window[0][0]] + window[0][1]
+    def _start_of(self, spans: list[_Span]) -> int:
+        return self._starts[spans[0].parameter] + spans[0].start
 
     def text_of(self, step: int, number: int) -> str:
         """Return a number of `of` as that of the place of its part in the model, in hexadecimal."""
-        start = self._start_of(self._windows[step % len(self._windows)]) if self._windows else 0
+        start = self._start_of(self._parts[step % len(self._parts)]) if self._parts else 0
         return f"{number * pow(_MIX, start, 2**64) % 2**64:016x}"
 
 
 @torch.no_grad()
-def of_tensor(tensor: torch.Tensor) -> str:
+def tensor_fingerprint(tensor: torch.Tensor) -> str:
     """Return the fingerprint of one tensor, of this process's part of it, as hexadecimal text; synchronises."""
     local = _local(tensor)
     flat = torch.view_as_real(local).reshape(-1) if local.is_complex() else local
@@ -146,8 +151,8 @@ def of_tensor(tensor: torch.Tensor) -> str:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return own.reshape(-1)
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.reshape(-1)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -159,10 +164,10 @@ def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
     """Return one tensor of all pieces, or of their bits if their types differ; with few calls, as each is cold."""
     if len(pieces) == 1:
         return pieces[0]
-    return torch.cat(pieces if len({each.dtype for each in pieces}) == 1 else [_bits(each) for each in pieces])
+    return torch.cat(pieces if len({piece.dtype for piece in pieces}) == 1 else [_bits(piece) for piece in pieces])
 
 
-def _own_block(parameter: Any) -> _Block | None:
+def _local_block(parameter: Any) -> _Block | None:
     """Return which elements of the whole tensor this process counts; None if that is not known.
 
     Of replicas, the first one counts; of a parameter that another stage of a pipeline holds, nothing.
@@ -172,9 +177,9 @@ def _own_block(parameter: Any) -> _Block | None:
         return _Block(shape, (0,) * len(shape), (0,) * len(shape))
     if not hasattr(parameter, "device_mesh"):
         return _Block(shape, (0,) * len(shape), shape)
-    at, placements = parameter.device_mesh.get_coordinate() or (), parameter.placements
-    if any(place.is_partial() for place in placements):
+    coordinate, placements = parameter.device_mesh.get_coordinate() or (), parameter.placements
+    if any(placement.is_partial() for placement in placements):
         return None
     offsets, sizes = block_of(parameter)
-    is_copy = any(at[dim] for dim, place in enumerate(placements) if place.is_replicate())
+    is_copy = any(coordinate[dim] for dim, placement in enumerate(placements) if placement.is_replicate())
     return _Block(shape, offsets or (0,), (0,) * len(shape) if is_copy else sizes or (1,))

@@ -13,7 +13,7 @@ from hftrain.core.errors import TaskError
 from hftrain.data.columns import CollatorWrapper
 
 
-class Named(NamedTuple):
+class NamedBatch(NamedTuple):
     """A batch on its way from a loader, with the hashes of its samples."""
 
     batch: Any
@@ -28,7 +28,7 @@ class NamingCollator(CollatorWrapper):
         excluded: The hashes of samples to leave out.
 
     Attributes:
-        is_naming: Whether to return `Named` batches.
+        is_naming: Whether to return `NamedBatch`.
     """
 
     def __init__(self, data_collator: Any, *, is_whole: bool, excluded: frozenset[Any]) -> None:
@@ -37,18 +37,18 @@ class NamingCollator(CollatorWrapper):
         self._is_whole, self._excluded = is_whole, excluded
 
     def __call__(self, samples: Any) -> Any:
-        names = [hash_of(each) for each in ([samples] if self._is_whole else samples)]
+        names = [hash_of(sample) for sample in ([samples] if self._is_whole else samples)]
         if not self._excluded.isdisjoint(names):
-            kept = [place for place, name in enumerate(names) if name not in self._excluded]
-            if not kept:
+            positions = [position for position, name in enumerate(names) if name not in self._excluded]
+            if not positions:
                 raise TaskError(
                     "A batch of a stream has nothing left.",
                     f"All its {len(names)} samples are in exclude_samples.",
                     "Use larger batches, or leave the samples out of the stream itself.",
                 )
-            samples, names = [samples[place] for place in kept], [names[place] for place in kept]
+            samples, names = [samples[position] for position in positions], [names[position] for position in positions]
         batch = self.data_collator(samples)
-        return Named(batch, names) if self.is_naming else batch
+        return NamedBatch(batch, names) if self.is_naming else batch
 
 
 def hash_of(sample: Any) -> str | None:
@@ -58,36 +58,37 @@ def hash_of(sample: Any) -> str | None:
         >>> hash_of({"x": torch.ones(2), "id": 7}) == hash_of({"id": 7, "x": torch.ones(2)})
         True
     """
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     try:
-        _add(found, sample)
+        _add(digest, sample)
     except Exception:  # objects without attributes of their own, sparse tensors, cycles, ...
         return None
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
-def _add(found: Any, value: Any) -> None:
+def _add(digest: Any, value: Any) -> None:
+    """Add a value's content with its types and sizes, so that differently nested samples have different hashes."""
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
-            found.update(repr(name).encode())
-            _add(found, value[name])
+            digest.update(repr(name).encode())
+            _add(digest, value[name])
     elif isinstance(value, torch.Tensor):
         tensor = value.detach().cpu().contiguous()
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray) and value.dtype != object:
-        found.update(f"{value.dtype}{value.shape}".encode())
-        found.update(value.tobytes())
-    elif isinstance(value, (list, tuple)) and not all(isinstance(each, (int, float, str, bytes)) for each in value):
-        found.update(f"[{len(value)}".encode())
-        for each in value:
-            _add(found, each)
+        digest.update(f"{value.dtype}{value.shape}".encode())
+        digest.update(value.tobytes())
+    elif isinstance(value, (list, tuple)) and not all(isinstance(item, (int, float, str, bytes)) for item in value):
+        digest.update(f"[{len(value)}".encode())
+        for item in value:
+            _add(digest, item)
     elif isinstance(value, (int, float, str, bytes, list, tuple, type(None))):
-        found.update(repr(value).encode())
+        digest.update(repr(value).encode())
     elif hasattr(value, "tobytes") and hasattr(value, "mode"):  # an image of Pillow
-        found.update(f"{value.mode}{value.size}".encode() + value.tobytes())
+        digest.update(f"{value.mode}{value.size}".encode() + value.tobytes())
     elif not callable(value):
-        found.update(type(value).__qualname__.encode())
-        _add(found, vars(value))
+        digest.update(type(value).__qualname__.encode())
+        _add(digest, vars(value))
     else:
         raise TypeError(value)

@@ -35,16 +35,16 @@ from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import STARTED_IN
 from hftrain.core.parameters import is_partitioned
 from hftrain.data.datasets import has_length, whole_dataset
-from hftrain.extras.flight.files import Ledger, Steps, quiet
+from hftrain.extras.flight.files import Ledger, RecentSteps, quiet
 from hftrain.extras.flight.fingerprint import Fingerprint
 from hftrain.extras.flight.invariants import Invariants
 from hftrain.extras.flight.reading import total_loss
-from hftrain.extras.flight.samples import ExcludeSamples, NotedFeed, noted
+from hftrain.extras.flight.samples import ExcludeSamples, RecordingFeed, with_recorded_samples
 from hftrain.extras.flight.stacks import Phase, StackDumps
 
-_KEPT_SPIKES = 20
-_TRAININGS = count(1)
-_PRINTS = ("weights", "gradients")
+_MAX_SPIKES = 20
+_TRAINING_NUMBERS = count(1)
+_FINGERPRINTS = ("weights", "gradients")
 
 # Variables that change numbers or who computes them.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES")
@@ -93,7 +93,7 @@ class FlightLog(TrainerCallback):
 
     def wrap_loader(self, loader: Any) -> Any:
         """Return the loader, with the samples of its batches noted if they are known."""
-        return noted(loader)
+        return with_recorded_samples(loader)
 
     def wrap_stepper(self, stepper: Any, *, args: Any, strategy: Any, precision: Any, **_: Any) -> Any:
         """Note where to write, and take the time of backward passes."""
@@ -139,7 +139,7 @@ class _Recorder:
         self._micro_steps: list[dict[str, Any]] = []
         self._pending: dict[str, Any] | None = None
         self._update: dict[str, Any] = {"prints": None, "skipped": None}
-        self._seen = Steps()
+        self._recent_steps = RecentSteps()
         self._outputs: Any = None
         self._hook: Any = None
         self._stacks: StackDumps | None = None
@@ -158,12 +158,13 @@ class _Recorder:
 
     def watch(self, parts: Any) -> Any:
         hooks, stepper, seconds = parts.hooks, parts.stepper, self.seconds
-        self._parts, self._feed = parts, NotedFeed(parts.feed)
+        self._parts, self._feed = parts, RecordingFeed(parts.feed)
         feed = self._feed
         model, sample_losses = self._strategy.unwrap(parts.model), self._settings.sample_losses
         is_known = not is_partitioned(model) and parts.device.type != "xla"
-        trained = [each for each in model.named_parameters() if each[1].requires_grad] if is_known else []
-        self._print = fingerprint = Fingerprint([each for _, each in trained])
+        parameters = model.named_parameters() if is_known else ()
+        trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        self._fingerprints = fingerprint = Fingerprint(parameter for _, parameter in trained)
         if sample_losses is not None:
             self._hook = parts.model.register_forward_hook(torch.compiler.disable(self._note_outputs))  # type: ignore[no-untyped-call]
         self._invariants = invariants = Invariants(
@@ -178,37 +179,38 @@ class _Recorder:
                 return hooks.get_batch_samples(*args)
 
         def train(model: Any, batch: Any, num_items: Any) -> Any:
-            before = seconds["backward"]
+            seconds_before = seconds["backward"]
             with self.timed("forward"):
                 loss = hooks.training_step(model, batch, num_items)
-            seconds["forward"] -= seconds["backward"] - before
+            seconds["forward"] -= seconds["backward"] - seconds_before
             micro_step = {"batch": batch, "loss": loss, "items": num_items, "samples": feed.next_samples()}
             if sample_losses is not None and self._outputs is not None:
                 on_device = self._strategy.to_device(batch)
-                micro_step["each"] = _losses_of(sample_losses(self._outputs, on_device), micro_step["samples"])
+                losses = sample_losses(self._outputs, on_device)
+                micro_step["sample_losses"] = _checked_losses(losses, micro_step["samples"])
                 self._outputs = None
             self._micro_steps.append(micro_step)
             return loss
 
         def step() -> bool:
-            invariants.look()
+            invariants.take_snapshot()
             with self.timed("step"):
                 is_updated = bool(stepper.step())
             prints = fingerprint.of(parts.progress.step) if trained else None
             self._update = {"prints": prints, "skipped": not is_updated}
             return is_updated
 
-        acts = {name: self.timed(name)(getattr(hooks, name)) for name in ("evaluate", "save")}
-        feeds = {"get_batch_samples": take, "make_feed": partial(feed.change, hooks)}
-        changed = replace(hooks, training_step=train, **feeds, **acts)
-        return replace(parts, feed=feed, hooks=changed, stepper=replace(stepper, step=step))
+        timed_hooks = {name: self.timed(name)(getattr(hooks, name)) for name in ("evaluate", "save")}
+        feed_hooks = {"get_batch_samples": take, "make_feed": partial(feed.replace_dataset, hooks)}
+        wrapped = replace(hooks, training_step=train, **feed_hooks, **timed_hooks)
+        return replace(parts, feed=feed, hooks=wrapped, stepper=replace(stepper, step=step))
 
     def _begin(self, parts: Any) -> None:
         """Note the session, and where the process stands from now on; batches of steps left behind go."""
         with quiet(self._folder):
-            for old in self._folder.glob(f"spikes/step*-{self._ledger.name}.pt"):
-                if int(old.name[4:12]) > parts.progress.step:
-                    old.unlink()
+            for path in self._folder.glob(f"spikes/step*-{self._ledger.name}.pt"):
+                if int(path.name[4:12]) > parts.progress.step:
+                    path.unlink()
         self._lines.append(
             {
                 "begin": parts.progress.step,
@@ -217,12 +219,12 @@ class _Recorder:
                 "world_size": self._strategy.world_size,
                 "strategy": self._strategy.name,
                 "precision": self.precision,
-                "data": _data_of(parts.dataset),
-                "environment": _environment_of(parts.device),
+                "data": _describe_data(parts.dataset),
+                "environment": _describe_environment(parts.device),
                 "command": sys.orig_argv,
                 "folder": STARTED_IN,
-                "training": next(_TRAININGS),
-                "fingerprint": {"parts": self._print.num_parts, "is_split": self._print.is_split},
+                "training": next(_TRAINING_NUMBERS),
+                "fingerprint": {"parts": self._fingerprints.num_parts, "is_split": self._fingerprints.is_split},
             }
         )
         self._write()
@@ -235,25 +237,24 @@ class _Recorder:
 
     def end_step(self, step: int) -> None:
         """Keep what this step was made of, and write down the one before."""
-        losses, done = self._parts.losses, self._pending
-        read = [{name: each[name] for name in each if name not in ("batch", "samples")} for each in self._micro_steps]
+        losses, previous = self._parts.losses, self._pending
+        micro_steps, self._micro_steps = self._micro_steps, []
         self._pending = {
             "step": step,
             "epoch": self._feed.epoch,
-            "batches": [each["batch"] for each in self._micro_steps],
-            "samples": [each["samples"] for each in self._micro_steps],
+            "batches": [micro_step.pop("batch") for micro_step in micro_steps],
+            "samples": [micro_step.pop("samples") for micro_step in micro_steps],
             # On their way to the host: when the next step ends, they have long arrived.
-            "read": to_host({"micro_steps": read, "norm": losses.grad_norm, "prints": self._update["prints"]}),
+            "read": to_host({"micro_steps": micro_steps, "norm": losses.grad_norm, "prints": self._update["prints"]}),
             "rate": losses.learning_rate,
             "ms": dict(self.seconds),
             "skipped": self._update["skipped"],
         }
-        self._micro_steps = []
         if self._stacks is not None:
             self._stacks.rearm()
         self.seconds.update(dict.fromkeys(self.seconds, 0.0))
-        if done is not None:
-            self._note(done)
+        if previous is not None:
+            self._add_line(previous)
         if step % self._settings.flush_every == 0:
             try:
                 self._invariants.check(self._unchecked)
@@ -263,8 +264,8 @@ class _Recorder:
 
     def finish(self, *, is_last: bool = False) -> None:
         if self._pending is not None:
-            done, self._pending = self._pending, None
-            self._note(done)
+            entry, self._pending = self._pending, None
+            self._add_line(entry)
         self._write()
         self._ledger.send(is_last=is_last)
 
@@ -275,40 +276,42 @@ class _Recorder:
             self._stacks.close()
         self.finish(is_last=True)
 
-    def _note(self, done: dict[str, Any]) -> None:
-        read = done["read"]()
-        micro_steps = read["micro_steps"]
+    def _add_line(self, entry: dict[str, Any]) -> None:
+        """Write down a step whose numbers have reached the host by now; keep its batches if it stands out."""
+        values = entry["read"]()
+        micro_steps = values["micro_steps"]
         line = {
-            "step": done["step"],
-            "epoch": done["epoch"],
-            "samples": done["samples"],
-            "losses": _numbers([each["loss"] for each in micro_steps]),
-            "items": _number(micro_steps[-1]["items"]) if micro_steps else None,
-            "norm": _number(read["norm"]),
-            "rate": _number(done["rate"]),
-            "skipped": done["skipped"],
-            "ms": {name: round(1e3 * value, 3) for name, value in done["ms"].items()},
-            **dict.fromkeys(_PRINTS),
+            "step": entry["step"],
+            "epoch": entry["epoch"],
+            "samples": entry["samples"],
+            "losses": [float(micro_step["loss"]) for micro_step in micro_steps],
+            "items": _to_float(micro_steps[-1]["items"]) if micro_steps else None,
+            "norm": _to_float(values["norm"]),
+            "rate": _to_float(entry["rate"]),
+            "skipped": entry["skipped"],
+            "ms": {name: round(1e3 * value, 3) for name, value in entry["ms"].items()},
+            **dict.fromkeys(_FINGERPRINTS),
         }
-        if read["prints"] is not None:
-            texts = (self._print.text_of(done["step"] - 1, each) for each in read["prints"].tolist())
-            line |= dict(zip(_PRINTS, texts, strict=False))
-        if any("each" in each for each in micro_steps):
-            line["sample_losses"] = [each["each"].float().tolist() if "each" in each else None for each in micro_steps]
-        if self._seen.add(total_loss(line), line["norm"]):
-            self._keep(line["step"], done["batches"])
+        if values["prints"] is not None:
+            texts = (self._fingerprints.text_of(entry["step"] - 1, number) for number in values["prints"].tolist())
+            line |= dict(zip(_FINGERPRINTS, texts, strict=False))
+        sample_losses = [micro_step.get("sample_losses") for micro_step in micro_steps]
+        if any(losses is not None for losses in sample_losses):
+            line["sample_losses"] = [None if losses is None else losses.float().tolist() for losses in sample_losses]
+        if self._recent_steps.add(total_loss(line), line["norm"]):
+            self._store_spike(line["step"], entry["batches"])
         self._lines.append(line)
         self._unchecked.append(line)
 
-    def _keep(self, step: int, batches: list[Any]) -> None:
+    def _store_spike(self, step: int, batches: list[Any]) -> None:
         """Store the batches of a spike; the oldest ones go."""
         folder = self._folder / "spikes"
-        batches = [{name: value.detach().cpu() for name, value in _tensors_of(batch)} for batch in batches]
+        batches = list(map(_host_tensors, batches))
         with quiet(self._folder):
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(batches, folder / f"step{step:08d}-{self._ledger.name}.pt")
-            for old in sorted(folder.glob(f"step*-{self._ledger.name}.pt"))[:-_KEPT_SPIKES]:
-                old.unlink()
+            for path in sorted(folder.glob(f"step*-{self._ledger.name}.pt"))[:-_MAX_SPIKES]:
+                path.unlink()
 
     def _write(self) -> None:
         if self._lines:
@@ -316,7 +319,7 @@ class _Recorder:
             self._ledger.append(lines)
 
 
-def _losses_of(losses: torch.Tensor, samples: list[Any] | None) -> torch.Tensor:
+def _checked_losses(losses: torch.Tensor, samples: list[Any] | None) -> torch.Tensor:
     """Return what `sample_losses` returned; raise unless it is a tensor of one loss for each sample."""
     if not hasattr(losses, "shape") or len(losses.shape) != 1 or len(losses) != len(samples or losses):
         raise ConfigError(
@@ -327,34 +330,27 @@ def _losses_of(losses: torch.Tensor, samples: list[Any] | None) -> torch.Tensor:
     return losses.detach()
 
 
-def _tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a batch with their names, or their places in a sequence."""
-    parts = batch if isinstance(batch, (list, tuple)) else [batch]
-    for name, value in batch.items() if isinstance(batch, Mapping) else enumerate(parts):
-        if isinstance(value, torch.Tensor):
-            yield str(name), value
+def _host_tensors(batch: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a batch by their names, or their places in a sequence."""
+    entries = (
+        batch if isinstance(batch, Mapping) else dict(enumerate(batch if isinstance(batch, (list, tuple)) else [batch]))
+    )
+    return {str(name): value.detach().cpu() for name, value in entries.items() if isinstance(value, torch.Tensor)}
 
 
-def _numbers(tensors: list[Any]) -> list[float]:
-    if len(tensors) > 1 and all(isinstance(each, torch.Tensor) for each in tensors):
-        found: list[float] = torch.stack([each.detach().float().reshape(()) for each in tensors]).tolist()
-        return found
-    return [float(each) for each in tensors]
-
-
-def _number(value: Any) -> float | None:
+def _to_float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
 def make_flight(flight_log: bool | TrainerCallback, exclude_samples: Any) -> list[TrainerCallback]:
     """Return the callbacks of `Trainer(flight_log=, exclude_samples=)`."""
-    found: list[TrainerCallback] = [] if exclude_samples is None else [ExcludeSamples(exclude_samples)]
+    callbacks: list[TrainerCallback] = [] if exclude_samples is None else [ExcludeSamples(exclude_samples)]
     if isinstance(flight_log, TrainerCallback):
-        return [*found, flight_log]
-    return [*found, FlightLog()] if flight_log else found
+        return [*callbacks, flight_log]
+    return [*callbacks, FlightLog()] if flight_log else callbacks
 
 
-def _data_of(dataset: Any) -> dict[str, Any]:
+def _describe_data(dataset: Any) -> dict[str, Any]:
     """Return what tells a dataset from another: its class, length, and the fingerprint of one of `datasets`."""
     dataset = whole_dataset(dataset)
     return {
@@ -364,7 +360,7 @@ def _data_of(dataset: Any) -> dict[str, Any]:
     }
 
 
-def _environment_of(device: torch.device) -> dict[str, Any]:
+def _describe_environment(device: torch.device) -> dict[str, Any]:
     """Return what numbers may depend on besides versions: the device, the threads, variables of the environment."""
     return {
         "platform": platform.platform(),

@@ -6,14 +6,14 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.tree import map_tensors, tensors_of
-from hftrain.extras.flight.fingerprint import of_tensor
+from hftrain.extras.flight.fingerprint import tensor_fingerprint
 
 
 class Observer(TrainerCallback):
@@ -50,7 +50,7 @@ class Observer(TrainerCallback):
 
     def wrap_parts(self, parts: Any) -> Any:
         """Keep the batches of the step, and look at the gradients that make the update."""
-        self.parts, train, update = parts, parts.hooks.training_step, parts.stepper.step
+        self.parts, training_step, update = parts, parts.hooks.training_step, parts.stepper.step
 
         def update_observed() -> Any:
             self._look_at_gradients()
@@ -60,24 +60,23 @@ class Observer(TrainerCallback):
             if self._is_on:
                 self.batches.append(map_tensors(batch, lambda tensor: tensor.detach().cpu().clone()))
                 self.num_items.append(num_items)
-            loss = train(model, batch, num_items)
+            loss = training_step(model, batch, num_items)
             self.losses += [loss] if self._is_on else []
             return loss
 
         save_nothing = partial(setattr, parts.control, "should_save", False)
-        changed = replace(parts.hooks, training_step=step, save=save_nothing)
-        return replace(parts, hooks=changed, stepper=replace(parts.stepper, step=update_observed))
+        hooks = replace(parts.hooks, training_step=step, save=save_nothing)
+        return replace(parts, hooks=hooks, stepper=replace(parts.stepper, step=update_observed))
 
     def _look_at_gradients(self) -> None:
         if self._is_on:
             empty: dict[str, Any] = {"type": "Parameter", "settings": "", "inputs": [], "outputs": []}
-            for name, each in reversed(self._parameters):
-                if each.grad is not None:
+            for name, parameter in reversed(self._parameters):
+                if parameter.grad is not None:
                     call = {"module": name, "micro_batch": len(self.batches), **empty}
-                    self._calls.append({**call, "gradients": [facts_of(each.grad)]})
+                    self._calls.append({**call, "gradients": [facts_of(parameter.grad)]})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to look."""
         if state.global_step == self.step - 1:
             self._is_on = True
             self._parameters = list(kwargs["model"].named_parameters())
@@ -107,21 +106,21 @@ class Observer(TrainerCallback):
                 "micro_batch": len(self.batches),
                 "type": type(module).__name__,
                 "settings": module.extra_repr(),
-                "inputs": [facts_of(each) for each in tensors_of([inputs, options])],
-                "outputs": [facts_of(each) for each in tensors_of(outputs)],
+                "inputs": [facts_of(tensor) for tensor in tensors_of([inputs, options])],
+                "outputs": [facts_of(tensor) for tensor in tensors_of(outputs)],
                 "gradients": [],
             }
             self._calls.append(call)
-            for each in tensors_of(outputs):
-                if each.requires_grad:
-                    each.register_hook(partial(_note, call["gradients"]))  # type: ignore[no-untyped-call]
+            for tensor in tensors_of(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(_append_facts, call["gradients"]))  # type: ignore[no-untyped-call]
 
         return watch
 
 
-def _note(found: list[dict[str, Any]], gradient: torch.Tensor | None) -> None:
+def _append_facts(entries: list[dict[str, Any]], gradient: torch.Tensor | None) -> None:
     if gradient is not None:  # which compiled code calls hooks with
-        found.append(facts_of(gradient))
+        entries.append(facts_of(gradient))
 
 
 def own_part(tensor: Any) -> torch.Tensor:
@@ -133,7 +132,7 @@ def own_part(tensor: Any) -> torch.Tensor:
 def facts_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Return a tensor's shape and fingerprint, and if it has floats their largest magnitude, norm and a sum."""
     tensor = own_part(tensor)
-    facts: dict[str, Any] = {"shape": list(tensor.shape), "bits": of_tensor(tensor)}
+    facts: dict[str, Any] = {"shape": list(tensor.shape), "bits": tensor_fingerprint(tensor)}
     if tensor.is_floating_point() and tensor.numel():
         flat = tensor.detach().float().reshape(-1)
         norm, waves = float(torch.linalg.vector_norm(flat)), torch.arange(len(flat), device=flat.device).cos()
@@ -144,23 +143,31 @@ def facts_of(tensor: torch.Tensor) -> dict[str, Any]:
 
 def in_backward(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what has gradients in the order in which they come about: first those of outputs."""
-    outputs = [each for each in calls if each["type"] != "Parameter"]
-    return [*reversed(outputs), *(each for each in calls if each["type"] == "Parameter")]
+    outputs = [call for call in calls if call["type"] != "Parameter"]
+    return [*reversed(outputs), *(call for call in calls if call["type"] == "Parameter")]
 
 
 def first_not_finite(calls: list[dict[str, Any]]) -> str | None:
     """Return which module made the first value that is not finite, in words; None if all are finite."""
     for call in calls:
-        outputs, inputs = ([each.get("is_finite", True) for each in call[name]] for name in ("outputs", "inputs"))
+        outputs, inputs = ([facts.get("is_finite", True) for facts in call[name]] for name in ("outputs", "inputs"))
         if all(inputs) and not all(outputs):
             return f"forward, {call['module']} ({call['type']})"
     for call in in_backward(calls):
-        if not all(each.get("is_finite", True) for each in call["gradients"]):
+        if not all(facts.get("is_finite", True) for facts in call["gradients"]):
             return in_words(call, call, is_backward=True)
     return None
 
 
 Calls = list[dict[str, Any]]
+
+
+class _Difference(NamedTuple):
+    """The order of these is that in which differences come about: forward before backward, then by position."""
+
+    is_backward: bool
+    position: int
+    words: str
 
 
 def first_difference(mine: list[Calls], other: list[Calls]) -> str | None:
@@ -173,40 +180,41 @@ def first_difference(mine: list[Calls], other: list[Calls]) -> str | None:
         mine: The calls of each process.
         other: Those of the other run, in as many processes.
     """
-    differences = [_first_difference(*pair) for pair in zip(mine, other, strict=True)]
-    first = min((each for each in differences if each is not None), default=None)
+    differences = [_first_difference(*calls) for calls in zip(mine, other, strict=True)]
+    first = min((difference for difference in differences if difference is not None), default=None)
     if first is None:
         return None
     ranks = [str(rank) for rank, each in enumerate(differences) if each is not None and each[:2] == first[:2]]
     is_everywhere = len(ranks) == len(differences)
-    return first[2] if is_everywhere else f"{first[2]}, on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} only"
+    return first.words if is_everywhere else f"{first.words}, on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} only"
 
 
-def _first_difference(mine: Calls, other: Calls) -> tuple[bool, int, str] | None:
-    """Return of one process's first difference whether it is in the backward pass, its place there, and its words."""
-    for place, (one, two) in enumerate(zip(mine, other, strict=False)):
-        if (one["module"], one["type"]) != (two["module"], two["type"]):
-            words = f"forward, {one['module']} ({one['type']}) and {two['module']} ({two['type']}) are called"
-            return False, place, words
-        if one["outputs"] != two["outputs"]:
-            return False, place, in_words(one, two)
-    if len(mine) != len(other):
-        return False, len(mine), f"forward, {len(mine)} and {len(other)} calls of modules"
-    for place, (one, two) in enumerate(zip(in_backward(mine), in_backward(other), strict=True)):
-        if one["gradients"] != two["gradients"]:
-            return True, place, in_words(innermost(one, mine), two, is_backward=True)
+def _first_difference(calls: Calls, other_calls: Calls) -> _Difference | None:
+    """Compare the calls of one process in both runs, forward in order, then backward."""
+    for position, (call, other_call) in enumerate(zip(calls, other_calls, strict=False)):
+        if (call["module"], call["type"]) != (other_call["module"], other_call["type"]):
+            called = " and ".join(f"{each['module']} ({each['type']})" for each in (call, other_call))
+            return _Difference(False, position, f"forward, {called} are called")
+        if call["outputs"] != other_call["outputs"]:
+            return _Difference(False, position, in_words(call, other_call))
+    if len(calls) != len(other_calls):
+        return _Difference(False, len(calls), f"forward, {len(calls)} and {len(other_calls)} calls of modules")
+    for position, (call, other_call) in enumerate(zip(in_backward(calls), in_backward(other_calls), strict=True)):
+        if call["gradients"] != other_call["gradients"]:
+            return _Difference(True, position, in_words(innermost(call, calls), other_call, is_backward=True))
     return None
 
 
 def innermost(call: dict[str, Any], calls: Calls) -> dict[str, Any]:
     """Return the first call with the same tensors: a module that returns what an inner one does ends later."""
-    return next(each for each in calls if all(each[name] == call[name] for name in ("outputs", "gradients")))
+    tensors = call["outputs"], call["gradients"]
+    return next(inner for inner in calls if (inner["outputs"], inner["gradients"]) == tensors)
 
 
-def in_words(one: dict[str, Any], two: dict[str, Any], *, is_backward: bool = False) -> str:
+def in_words(call: dict[str, Any], other_call: dict[str, Any], *, is_backward: bool = False) -> str:
     """Return which call it is, and what differs in another run's call of the same module."""
-    name = f"{one['module']} ({one['type']})"
+    name = f"{call['module']} ({call['type']})"
     if is_backward:
-        return f"backward, the gradient of {'the output of ' * (one['type'] != 'Parameter')}{name}"
-    what = "" if one["settings"] == two["settings"] else f": {one['settings']} and {two['settings']}"
-    return f"forward, {name}{what or (': its inputs differ already' if one['inputs'] != two['inputs'] else '')}"
+        return f"backward, the gradient of {'the output of ' * (call['type'] != 'Parameter')}{name}"
+    what = "" if call["settings"] == other_call["settings"] else f": {call['settings']} and {other_call['settings']}"
+    return f"forward, {name}{what or (': its inputs differ already' if call['inputs'] != other_call['inputs'] else '')}"

@@ -43,13 +43,13 @@ def read_sessions(run: str | Path) -> list[dict[str, Any]]:
     return [line for line in lines if all(isinstance(line.get(name), int) for name in ("begin", "world_size"))]
 
 
-def first_parting(mine: Lines, other: Lines) -> tuple[int | None, list[str], str]:
+def first_parting(lines: Lines, other_lines: Lines) -> tuple[int | None, list[str], str]:
     """Return the first common step whose lines differ in a process, the names of what differs, and two values."""
-    for step in mine:
-        for one, two in zip(mine[step], other.get(step, ()), strict=False):
-            if names := [name for name in EXACT if json.dumps(one.get(name)) != json.dumps(two.get(name))]:
-                values = (f"{name} {shortened(one.get(name))} and {shortened(two.get(name))}" for name in names[:2])
-                return step, names, ", ".join(values)
+    for step in lines:
+        for line, other_line in zip(lines[step], other_lines.get(step, ()), strict=False):
+            if names := [name for name in EXACT if json.dumps(line.get(name)) != json.dumps(other_line.get(name))]:
+                pairs = ((name, shortened(line.get(name)), shortened(other_line.get(name))) for name in names[:2])
+                return step, names, ", ".join("{} {} and {}".format(*pair) for pair in pairs)
     return None, [], ""
 
 
@@ -66,21 +66,21 @@ def read_ledger(run: str | Path) -> dict[int, list[dict[str, Any]]]:
     those after the last one's first step are left out, and those of ranks that it does not have.
     """
     sessions = read_sessions(run)
-    found: dict[int, dict[str, dict[str, Any]]] = {}
+    lines_by_step: dict[int, dict[str, dict[str, Any]]] = {}
     folder = flight_folder(run)
     ranks = sorted({path.name.split(".")[0] for path in folder.glob("rank*.jsonl*")}, key=lambda name: int(name[4:]))
     for rank in ranks:
-        own: dict[int, dict[str, Any]] = {}
+        rank_lines: dict[int, dict[str, Any]] = {}
         for line in lines_of(folder, rank):
             if isinstance(begin := line.get("begin"), int):
-                own = {step: each for step, each in own.items() if step <= begin}
+                rank_lines = {step: own_line for step, own_line in rank_lines.items() if step <= begin}
             elif isinstance(step := line.get("step"), int):
-                own[step] = line
-        for step, line in own.items():
-            sizes = [each["world_size"] for each in sessions if each["begin"] < step]
+                rank_lines[step] = line
+        for step, line in rank_lines.items():
+            sizes = [session["world_size"] for session in sessions if session["begin"] < step]
             if not sizes or int(rank[4:]) < sizes[-1]:
-                found.setdefault(step, {})[rank] = line
-    return {step: list(found[step].values()) for step in sorted(found)}
+                lines_by_step.setdefault(step, {})[rank] = line
+    return {step: list(lines_by_step[step].values()) for step in sorted(lines_by_step)}
 
 
 def lines_of(folder: Path, rank: str) -> Iterator[dict[str, Any]]:
@@ -111,8 +111,8 @@ def limit_of(others: Iterable[float]) -> float:
 
     The deviation is 1.4826 times the median absolute deviation.
     """
-    known = sorted(each for each in others if not math.isnan(each))
-    if not known:
+    numbers = sorted(value for value in others if not math.isnan(value))
+    if not numbers:
         return math.inf
-    middle = median(known)
-    return middle + _SIGMAS * _DEVIATION * median([abs(each - middle) for each in known])
+    middle = median(numbers)
+    return middle + _SIGMAS * _DEVIATION * median([abs(number - middle) for number in numbers])

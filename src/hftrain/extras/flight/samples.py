@@ -18,12 +18,12 @@ from hftrain.data.mixing import MixtureSampler
 from hftrain.data.samplers import pick, samplers_of
 from hftrain.data.seeding import BatchWrapper, SeededBatches
 from hftrain.data.sharding import DispatchLoader, RankLoader, rebuild_loader
-from hftrain.extras.flight.identities import Named, NamingCollator
+from hftrain.extras.flight.identities import NamedBatch, NamingCollator
 
 _KINDS: dict[type, str] = {int: "indices", tuple: "pairs of dataset and index", str: "hashes of their content"}
 
 
-class OpenBatches(BatchWrapper):
+class RecordingBatches(BatchWrapper):
     """Another batch sampler, of which each batch is noted with its position in the pass, without excluded samples.
 
     The other samples stay in their batches. A batch with nothing left gets the next sample of the dataset that is not
@@ -34,7 +34,7 @@ class OpenBatches(BatchWrapper):
 
     def __init__(self, batch_sampler: Any, *, dataset: Any, excluded: frozenset[Any] = frozenset()) -> None:
         super().__init__(batch_sampler)
-        self.noted: deque[tuple[int, list[Any]]] | None = None
+        self.recorded: deque[tuple[int, list[Any]]] | None = None
         self._dataset, self._excluded = dataset, excluded
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -46,32 +46,33 @@ class OpenBatches(BatchWrapper):
         return None if batches is None else self._pass_on(batches, start)
 
     def _pass_on(self, batches: Iterable[list[Any]], start: int) -> Iterator[list[Any]]:
-        if self.noted is not None:
-            self.noted.clear()
+        """Drop excluded samples, and note each batch with its position: loaders read ahead of the training."""
+        if self.recorded is not None:
+            self.recorded.clear()
         for position, batch in enumerate(batches, start):
-            left = [each for each in batch if each not in self._excluded] if self._excluded else batch
-            if not left:
-                left = [self._next_after(batch[0])]
-            if self.noted is not None:
-                self.noted.append((position, list(left)))
-            yield left
+            remaining = [sample for sample in batch if sample not in self._excluded] if self._excluded else batch
+            if not remaining:
+                remaining = [self._next_after(batch[0])]
+            if self.recorded is not None:
+                self.recorded.append((position, list(remaining)))
+            yield remaining
 
     def _next_after(self, index: Any) -> Any:
-        *sets, place = index if isinstance(index, tuple) else (index,)  # of a Mixture: the next one of the same set
+        *sets, position = index if isinstance(index, tuple) else (index,)  # of a Mixture: the next one of the same set
         num = self._dataset.lengths[sets[0]] if sets else len(self._dataset)
-        following = ((int(place) + step) % num for step in range(1, num)) if isinstance(place, Integral) else ()
-        found = ((*sets, other) if sets else other for other in following)
-        left = next((other for other in found if other not in self._excluded), None)
-        if left is None:
-            raise TaskError(
-                "A batch has nothing left.",
-                f"All its samples are in exclude_samples, and so is what comes after {index}, or that is not known.",
-                "Use larger batches, or leave the samples out of the datasets themselves.",
-            )
-        return left
+        for step in range(1, num) if isinstance(position, Integral) else ():
+            following = (int(position) + step) % num
+            candidate = (*sets, following) if sets else following
+            if candidate not in self._excluded:
+                return candidate
+        raise TaskError(
+            "A batch has nothing left.",
+            f"All its samples are in exclude_samples, and so is what comes after {index}, or that is not known.",
+            "Use larger batches, or leave the samples out of the datasets themselves.",
+        )
 
 
-def opened(loader: Any, *, excluded: frozenset[Any] = frozenset()) -> Any:
+def with_known_samples(loader: Any, *, excluded: frozenset[Any] = frozenset()) -> Any:
     """Return a loader whose samples are known, and some of them left out; None if it is not one of hftrain's.
 
     Samples of map-style data are known by what their sampler draws, an index or the pair of a Mixture; those of streams
@@ -79,46 +80,46 @@ def opened(loader: Any, *, excluded: frozenset[Any] = frozenset()) -> Any:
     """
     kind: Any = type(loader)
     if kind is DispatchLoader:
-        return loader.with_loader(_naming(loader.loader, excluded))
+        return loader.with_loader(_with_naming_collator(loader.loader, excluded))
     if kind not in (RankLoader, DataLoader):
         return None
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
-        return _naming(loader, excluded)
-    order: Any = loader.batch_sampler
+        return _with_naming_collator(loader, excluded)
+    batch_sampler: Any = loader.batch_sampler
     options: dict[str, Any] = {"dataset": loader.dataset, "excluded": excluded}
-    if isinstance(order, SeededBatches):
-        inner, order = OpenBatches(order.batch_sampler, **options), copy.copy(order)
-        order.batch_sampler = inner
+    if isinstance(batch_sampler, SeededBatches):
+        recorder, batch_sampler = RecordingBatches(batch_sampler.batch_sampler, **options), copy.copy(batch_sampler)
+        batch_sampler.batch_sampler = recorder
     else:
-        order = OpenBatches(order, **options)
-    return rebuild_loader(loader, kind=kind, order=order)
+        batch_sampler = RecordingBatches(batch_sampler, **options)
+    return rebuild_loader(loader, kind=kind, order=batch_sampler)
 
 
-def _naming(loader: Any, excluded: frozenset[Any]) -> Any:
+def _with_naming_collator(loader: Any, excluded: frozenset[Any]) -> Any:
     collator = NamingCollator(loader.collate_fn, is_whole=loader.batch_size is None, excluded=excluded)
     return rebuild_loader(loader, kind=type(loader), collate_fn=collator)
 
 
-def noted(loader: Any) -> Any:
+def with_recorded_samples(loader: Any) -> Any:
     """Return a loader whose samples are noted, or itself if they are not known."""
-    changed = loader if open_batches_of(loader) or naming_of(loader) else opened(loader)
-    if (naming := naming_of(changed)) is not None:
+    changed = loader if find_recording_batches(loader) or find_naming_collator(loader) else with_known_samples(loader)
+    if (naming := find_naming_collator(changed)) is not None:
         naming.is_naming = True
     return loader if changed is None else changed
 
 
-def naming_of(loader: Any) -> NamingCollator | None:
+def find_naming_collator(loader: Any) -> NamingCollator | None:
     """Return the collator of a loader that notes its samples, None if it has none."""
     collator = getattr(loader, "collate_fn", None)  # of the inner loader of one that dispatches
     return collator if isinstance(collator, NamingCollator) else None
 
 
-def open_batches_of(loader: Any) -> OpenBatches | None:
-    """Return the outermost `OpenBatches` of a loader, None if it has none."""
-    return next((part for part in samplers_of(loader) if isinstance(part, OpenBatches)), None)
+def find_recording_batches(loader: Any) -> RecordingBatches | None:
+    """Return the outermost `RecordingBatches` of a loader, None if it has none."""
+    return next((part for part in samplers_of(loader) if isinstance(part, RecordingBatches)), None)
 
 
-class NotedFeed:
+class RecordingFeed:
     """A feed that knows the samples of the batches that it has given.
 
     Attributes:
@@ -128,41 +129,42 @@ class NotedFeed:
     def __init__(self, feed: Any) -> None:
         self.feed = feed
         self.epoch = 0
-        self._given: deque[list[Any] | None] = deque()
+        self._pending_samples: deque[list[Any] | None] = deque()
 
     def __getattr__(self, name: str) -> Any:
         if name == "feed":
             raise AttributeError(name)
         return getattr(self.feed, name)
 
-    def change(self, hooks: Any, dataset: Any) -> NotedFeed:
+    def replace_dataset(self, hooks: Any, dataset: Any) -> RecordingFeed:
         """Read another dataset from now on."""
         self.feed = hooks.make_feed(dataset)
         return self
 
     def open(self, epoch: int, *, skip: int = 0, offset: int = 0) -> Iterator[Any]:
         """Return the pass's batches, see `Feed`."""
-        order = open_batches_of(self.feed.loader)
-        if order is not None:
-            order.noted = deque()
-        self._given.clear()
+        recorder = find_recording_batches(self.feed.loader)
+        if recorder is not None:
+            recorder.recorded = deque()
+        self._pending_samples.clear()
         self.epoch = epoch
-        return self._giving(self.feed.open(epoch, skip=skip, offset=offset), order, skip)
+        return self._record_samples(self.feed.open(epoch, skip=skip, offset=offset), recorder, skip)
 
-    def _giving(self, batches: Iterator[Any], order: Any, first: int) -> Iterator[Any]:
+    def _record_samples(self, batches: Iterator[Any], recorder: Any, first: int) -> Iterator[Any]:
+        """Pair each batch with the samples that were noted for its position; some are skipped after a resume."""
         for position, batch in enumerate(batches, first):
             samples = None
-            while order is not None and order.noted and order.noted[0][0] <= position:
-                place, found = order.noted.popleft()
-                samples = found if place == position else None
-            if isinstance(batch, Named):
+            while recorder is not None and recorder.recorded and recorder.recorded[0][0] <= position:
+                recorded_position, indices = recorder.recorded.popleft()
+                samples = indices if recorded_position == position else None
+            if isinstance(batch, NamedBatch):
                 batch, samples = batch
-            self._given.append(samples)
+            self._pending_samples.append(samples)
             yield batch
 
     def next_samples(self) -> list[Any] | None:
         """Return the samples of the batch that is trained on next."""
-        return self._given.popleft() if self._given else None
+        return self._pending_samples.popleft() if self._pending_samples else None
 
 
 class ExcludeSamples(TrainerCallback):
@@ -179,31 +181,31 @@ class ExcludeSamples(TrainerCallback):
     """
 
     def __init__(self, samples: Any) -> None:
-        self.samples = _read(samples)
+        self.samples = _read_samples(samples)
 
     def wrap_stepper(self, stepper: Any, *, strategy: Any, **_: Any) -> Any:
         """Compare the lists of all processes."""
         lists = strategy.gather_object(sorted(map(repr, self.samples)))
-        if any(each != lists[0] for each in lists):
+        if any(samples != lists[0] for samples in lists):
             raise ConfigError(
                 "Cannot leave samples out.",
-                f"The processes have different lists, of {', '.join(str(len(each)) for each in lists)} samples.",
+                f"The processes have different lists, of {', '.join(str(len(samples)) for samples in lists)} samples.",
                 "Pass the same exclude_samples in every process.",
             )
         return stepper
 
     def wrap_loader(self, loader: Any) -> Any:
         """Return the loader without the samples."""
-        changed = opened(loader, excluded=self.samples)
-        if changed is None:
+        loader_without = with_known_samples(loader, excluded=self.samples)
+        if loader_without is None:
             raise ConfigError(
                 f"Cannot use exclude_samples with a {type(loader).__name__}.",
                 "Samples are known in the loaders of hftrain and in those of torch that it takes over.",
                 "Return such a loader, or leave the samples out of the data itself.",
             )
-        is_paired = any(isinstance(part, MixtureSampler) for part in samplers_of(changed))
-        kind = str if naming_of(changed) else tuple if is_paired else int
-        if wrong := [each for each in self.samples if type(each) is not kind]:
+        is_paired = any(isinstance(part, MixtureSampler) for part in samplers_of(loader_without))
+        kind = str if find_naming_collator(loader_without) else tuple if is_paired else int
+        if wrong := [sample for sample in self.samples if type(sample) is not kind]:
             raise ConfigError(
                 f"Cannot leave out sample {wrong[0]!r}.",
                 f"This data names its samples by {_KINDS[kind]}, as in the flight log.",
@@ -211,24 +213,24 @@ class ExcludeSamples(TrainerCallback):
             )
         if kind is int and has_length(loader.dataset):
             num = len(loader.dataset)
-            if unknown := sorted(each for each in self.samples if not 0 <= each < num):
-                asked = f"Cannot leave out sample {unknown[0]}."
-                raise ConfigError(asked, f"The dataset has {num} samples.", "Correct exclude_samples.")
+            if unknown := sorted(sample for sample in self.samples if not 0 <= sample < num):
+                problem = f"Cannot leave out sample {unknown[0]}."
+                raise ConfigError(problem, f"The dataset has {num} samples.", "Correct exclude_samples.")
             if len(self.samples) >= num:
                 raise ConfigError("Cannot leave out all samples.", "Nothing would be trained on.", "Shorten the list.")
-        return changed
+        return loader_without
 
 
-def _read(samples: Any) -> frozenset[Any]:
+def _read_samples(samples: Any) -> frozenset[Any]:
     if isinstance(samples, (str, Path)):
-        asked = f"Cannot read exclude_samples={str(samples)!r}."
-        samples = read_json(samples, asked, "Pass a JSON file with a list of samples.")
+        problem = f"Cannot read exclude_samples={str(samples)!r}."
+        samples = read_json(samples, problem, "Pass a JSON file with a list of samples.")
     is_list = isinstance(samples, (list, tuple, set, frozenset, range))
-    found = [tuple(each) if isinstance(each, list) else each for each in samples] if is_list else []
-    if not is_list or not all(type(each) in _KINDS for each in found):
+    samples_list = [tuple(sample) if isinstance(sample, list) else sample for sample in samples] if is_list else []
+    if not is_list or not all(type(sample) in _KINDS for sample in samples_list):
         raise ConfigError(
             f"Cannot use exclude_samples={samples!r:.100}.",
             "It is not a list of whole numbers, pairs or hashes.",
             "Pass the samples as in the flight log.",
         )
-    return frozenset(found)
+    return frozenset(samples_list)

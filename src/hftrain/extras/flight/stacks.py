@@ -69,7 +69,7 @@ class StackDumps:
     def __init__(self, folder: Path, strategy: Any, phase: Phase, *, timeout_s: float | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"rank{strategy.rank}"
-        self._place, self._phase, self._watch = folder / f"place-{name}.json", phase, strategy.watch
+        self._note_path, self._phase, self._watch = folder / f"place-{name}.json", phase, strategy.watch
         phase.open(folder / f"phase-{name}.txt")
         self._file: Any = open(folder / f"stacks-{name}.txt", "a", encoding="utf-8")  # noqa: SIM115
         self._timeout_s = timeout_s
@@ -78,8 +78,8 @@ class StackDumps:
         self.rearm()
         if self._watch is not None:
             self._watch.before_end = self.write
-        self._is_over, self._noted = threading.Event(), self._size()
-        self._thread = threading.Thread(target=self._look, name="hftrain-flight", daemon=True)
+        self._is_over, self._last_size = threading.Event(), self._size()
+        self._thread = threading.Thread(target=self._watch_file, name="hftrain-flight", daemon=True)
         self._thread.start()
 
     def rearm(self) -> None:
@@ -108,13 +108,13 @@ class StackDumps:
     def _size(self) -> int:
         return os.fstat(self._file.fileno()).st_size
 
-    def _look(self) -> None:
+    def _watch_file(self) -> None:
         while not self._is_over.wait(_POLL_S):
-            if (size := self._size()) != self._noted:
-                self._noted = size
-                place = {"size": size, "phase": self._phase.text, "collectives": pending_collectives()}
+            if (size := self._size()) != self._last_size:
+                self._last_size = size
+                note = {"size": size, "phase": self._phase.text, "collectives": pending_collectives()}
                 with suppress(OSError):
-                    self._place.write_text(json.dumps(place), encoding="utf-8")
+                    self._note_path.write_text(json.dumps(note), encoding="utf-8")
 
 
 def pending_collectives() -> list[str] | None:
@@ -124,16 +124,16 @@ def pending_collectives() -> list[str] | None:
     try:
         texts = [_c10d._dump_fr_trace_json()]
         texts += [_c10d._dump_nccl_trace_json()] if hasattr(_c10d, "ProcessGroupNCCL") else []
-        entries = [each for text in texts for each in json.loads(text).get("entries", [])]
-        return [_collective(each) for each in entries if not each["retired"]] if entries else None
+        entries = [entry for text in texts for entry in json.loads(text).get("entries", [])]
+        return [_collective(entry) for entry in entries if not entry["retired"]] if entries else None
     except (AttributeError, KeyError, ValueError):
         return None
 
 
 def _collective(entry: Mapping[str, Any]) -> str:
     number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-    what = ", ".join(map("{}{}".format, entry["input_dtypes"], entry["input_sizes"]))
-    return f"{entry['profiling_name']} {number} of group {entry['process_group'][0]}{what and ': '}{what}"
+    tensors = ", ".join(map("{}{}".format, entry["input_dtypes"], entry["input_sizes"]))
+    return f"{entry['profiling_name']} {number} of group {entry['process_group'][0]}{tensors and ': '}{tensors}"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def read_stacks(folder: Path, *, since: float = 0.0) -> list[Stack]:
 
     Of equally frequent places, one that waits in a collective comes first. `since` is a time, in seconds since 1970.
     """
-    found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    ranks_by_place: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     phases = read_phases(folder)
     for path in folder.glob("stacks-rank*.txt"):
         match, dump = _FILE.fullmatch(path.name), path.read_bytes()
@@ -173,9 +173,9 @@ def read_stacks(folder: Path, *, since: float = 0.0) -> list[Stack]:
             if note["size"] == len(dump):
                 phase, pending = note["phase"], note["collectives"]
                 collective = None if pending is None else "".join(pending[:1])
-        found[frames, phase, collective].append(rank)
-    stacks = [Stack(sorted(ranks), *at) for at, ranks in found.items()]
-    return sorted(stacks, key=lambda each: (-len(each.ranks), not each.collective, each.ranks))
+        ranks_by_place[frames, phase, collective].append(rank)
+    stacks = [Stack(sorted(ranks), *place) for place, ranks in ranks_by_place.items()]
+    return sorted(stacks, key=lambda stack: (-len(stack.ranks), not stack.collective, stack.ranks))
 
 
 def read_phases(folder: Path) -> dict[int, str]:

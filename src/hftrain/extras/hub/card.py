@@ -46,22 +46,22 @@ def write_card(path: Path, facts: CardFacts) -> None:
     """
     from huggingface_hub import ModelCard
 
-    old = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else ModelCard("---\n{}\n---\n")
+    card = ModelCard.load(path, ignore_metadata_errors=True) if path.is_file() else ModelCard("---\n{}\n---\n")
     text = f"{_BEGIN}\n\n{_body(facts)}\n{_END}\n"
-    before, begin, rest = old.text.partition(_BEGIN)
-    _, end, after = rest.partition(_END + "\n")
+    head, begin, remainder = card.text.partition(_BEGIN)
+    _, end, tail = remainder.partition(_END + "\n")
     if begin and end:
-        text = before + text + after
-    elif old.text.strip():
-        text = f"{old.text.rstrip()}\n\n{text}"
-    _fill_metadata(old.data, facts)
-    old.text = text if text.startswith("\n") else f"\n{text}"
-    write_text(path, str(old))
+        text = head + text + tail
+    elif card.text.strip():
+        text = f"{card.text.rstrip()}\n\n{text}"
+    _fill_metadata(card.data, facts)
+    card.text = text if text.startswith("\n") else f"\n{text}"
+    write_text(path, str(card))
 
 
 def _fill_metadata(data: Any, facts: CardFacts) -> None:
     """Write the facts to a card's metadata; existing values are kept if none is given."""
-    given = {
+    values = {
         "language": facts.language,
         "license": facts.license,
         "base_model": facts.finetuned_from,
@@ -69,12 +69,12 @@ def _fill_metadata(data: Any, facts: CardFacts) -> None:
         "pipeline_tag": facts.tasks[0] if facts.tasks else None,
         "model_name": facts.model_name,
     }
-    for name, value in given.items():
+    for name, value in values.items():
         if value:
             setattr(data, name, value)
     data.library_name = data.library_name or facts.library_name
-    old = [data.tags] if isinstance(data.tags, str) else data.tags or []
-    data.tags = list(dict.fromkeys([*old, *facts.tags, *_TAGS]))
+    old_tags = [data.tags] if isinstance(data.tags, str) else data.tags or []
+    data.tags = list(dict.fromkeys([*old_tags, *facts.tags, *_TAGS]))
     data.eval_results = _results(facts) or data.eval_results
 
 
@@ -86,7 +86,7 @@ def _results(facts: CardFacts) -> list[Any]:
         return []
     names = list(facts.datasets) or list(facts.dataset_tags)
     kinds = list(facts.dataset_tags) or names
-    last = _last_evaluation(facts.log_history)
+    metrics = _last_evaluation(facts.log_history)
     return [
         EvalResult(
             task_type=task,
@@ -99,20 +99,21 @@ def _results(facts: CardFacts) -> list[Any]:
         )
         for task in facts.tasks
         for index, name in enumerate(names)
-        for metric, value in last.items()
+        for metric, value in metrics.items()
         if metric != "loss"
     ]
 
 
 def _body(facts: CardFacts) -> str:
-    trained = "trained" if facts.finetuned_from is None else f"fine-tuned from `{facts.finetuned_from}`"
+    origin = "trained" if facts.finetuned_from is None else f"fine-tuned from `{facts.finetuned_from}`"
     names = list(facts.datasets) or list(facts.dataset_tags)
-    parts = [f"{name} ({arg})" for name, arg in zip(names, facts.dataset_args, strict=False)]
-    on = " and ".join(parts + names[len(parts) :]) or "an unnamed dataset"
-    lines = [f"# {facts.model_name}", "", f"This model was {trained} on {on}. Please check and complete this draft."]
-    last = _last_evaluation(facts.log_history)
-    if last:
-        lines += ["", "Its last evaluation gave:", "", *(f"- {name}: {_text(value)}" for name, value in last.items())]
+    described = [f"{name} ({arg})" for name, arg in zip(names, facts.dataset_args, strict=False)]
+    data = " and ".join(described + names[len(described) :]) or "an unnamed dataset"
+    lines = [f"# {facts.model_name}", "", f"This model was {origin} on {data}. Please check and complete this draft."]
+    metrics = _last_evaluation(facts.log_history)
+    if metrics:
+        lines += ["", "Its last evaluation gave:", ""]
+        lines += [f"- {name}: {_text(value)}" for name, value in metrics.items()]
     lines += ["", "## Training", "", "### Hyper-parameters", ""]
     lines += [f"- {name}: {_text(value)}" for name, value in facts.hyperparameters.items()]
     table = _table(facts.log_history)
@@ -144,13 +145,13 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _last_evaluation(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return next((found for entry in reversed(history) if (found := _metrics(entry))), {})
+    return next((metrics for entry in reversed(history) if (metrics := _metrics(entry))), {})
 
 
 def _metrics(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the evaluation metrics of a log entry, without speeds."""
-    found = {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
-    return {name: value for name, value in found.items() if not name.endswith(_NO_METRICS)}
+    metrics = {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
+    return {name: value for name, value in metrics.items() if not name.endswith(_NO_METRICS)}
 
 
 def _text(value: Any) -> str:

@@ -36,14 +36,14 @@ def output_files(output_dir: Path) -> dict[str, Path]:
 
 def model_files(checkpoint: Path) -> dict[str, Path]:
     """Map names in the repository to the files of a checkpoint, except those that only a resume needs."""
-    found = output_files(checkpoint)
-    return {name: path for name, path in found.items() if name not in (MANIFEST, TRAINER_STATE)}
+    files = output_files(checkpoint)
+    return {name: path for name, path in files.items() if name not in (MANIFEST, TRAINER_STATE)}
 
 
 def folder_files(folder: Path, *, under: str = "") -> dict[str, Path]:
     """Map names in the repository, in the folder `under`, to all files of a folder."""
-    found = {path.relative_to(folder).as_posix(): path for path in walk_files(folder) if path.is_file()}
-    return {f"{under}/{name}" if under else name: found[name] for name in sorted(found)}
+    files = {path.relative_to(folder).as_posix(): path for path in walk_files(folder) if path.is_file()}
+    return {f"{under}/{name}" if under else name: files[name] for name in sorted(files)}
 
 
 def take_snapshot(files: Mapping[str, Path], output_dir: Path) -> FolderLock:

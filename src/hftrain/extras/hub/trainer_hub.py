@@ -44,7 +44,7 @@ class TrainerHub:
         if not self._trainer.strategy.is_main:
             return
         check_writable(self._output.folder)
-        uploads = self._made(private=private)
+        uploads = self._get_uploads(private=private)
         try:
             uploads.open_repo(token=token)
         except ConfigError:
@@ -64,8 +64,8 @@ class TrainerHub:
         """
         if not self._trainer.strategy.is_main:
             return
-        with self._warning(f"step {step}"):
-            uploads, args = self._made(), self._trainer.args
+        with self._warn_on_failure(f"step {step}"):
+            uploads, args = self._get_uploads(), self._trainer.args
             strategy = str(args.hub_strategy)
             if strategy == "end":
                 return
@@ -89,7 +89,7 @@ class TrainerHub:
         if folder is None or folder.resolve() != self._output.folder.resolve():
             self._trainer.save_model(_internal_call=True)
         if self._trainer.strategy.is_main:
-            with self._warning(message):
+            with self._warn_on_failure(message):
                 self._push_output({}, message=message, blocking=True)
 
     def after_training(self) -> None:
@@ -116,10 +116,10 @@ class TrainerHub:
         self._trainer.save_model(_internal_call=True)
         if not self._trainer.strategy.is_main:
             return None
-        self._made(private=private)
+        self._get_uploads(private=private)
         return self._push_output(card, message=message, blocking=blocking, token=token, revision=revision)
 
-    def write_card(self, **given: Any) -> None:
+    def write_card(self, **fields: Any) -> None:
         """Write `README.md` into the output folder; see `Trainer.create_model_card`."""
         require_hub("create_model_card()")
         trainer, folder, model = self._trainer, self._output.folder, self._trainer.model
@@ -129,18 +129,18 @@ class TrainerHub:
         config = getattr(model, "config", None)
         is_transformers = any(kind.__module__.split(".")[0] == "transformers" for kind in type(model).__mro__)
         name = getattr(config, "_name_or_path", None) or None  # by which it was loaded
-        base = given["finetuned_from"] or (None if name is None or Path(name).exists() else name)
+        base_model = fields["finetuned_from"] or (None if name is None or Path(name).exists() else name)
         facts = CardFacts(
-            model_name=given["model_name"] or self._model_name(),
+            model_name=fields["model_name"] or self._model_name(),
             library_name="transformers" if is_transformers else "hftrain",
-            language=given["language"],
-            license=given["license"] or self._license_of(base),
-            tags=_as_list(given["tags"]),
-            finetuned_from=base,
-            tasks=_as_list(given["tasks"]),
-            dataset_tags=_as_list(given["dataset_tags"]),
-            datasets=_as_list(given["dataset"]),
-            dataset_args=_as_list(given["dataset_args"]),
+            language=fields["language"],
+            license=fields["license"] or self._license_of(base_model),
+            tags=_as_list(fields["tags"]),
+            finetuned_from=base_model,
+            tasks=_as_list(fields["tasks"]),
+            dataset_tags=_as_list(fields["dataset_tags"]),
+            datasets=_as_list(fields["dataset"]),
+            dataset_args=_as_list(fields["dataset_args"]),
             hyperparameters={
                 **listed_hyperparameters(trainer.args),
                 "total_train_batch_size": trainer.get_total_train_batch_size(trainer.args),
@@ -150,11 +150,11 @@ class TrainerHub:
             log_history=trainer.state.log_history,
         )
         write_card(folder / CARD, facts)
-        renew = getattr(model, "create_or_update_model_card", None)
-        if renew is not None:
-            renew(str(folder))  # PEFT adds its adapters' details
+        update_card = getattr(model, "create_or_update_model_card", None)
+        if update_card is not None:
+            update_card(str(folder))  # PEFT adds its adapters' details
 
-    def _made(self, *, private: bool | None = None) -> Uploads:
+    def _get_uploads(self, *, private: bool | None = None) -> Uploads:
         if self.uploads is None:
             args, folder = self._trainer.args, self._output.folder
             model_id = args.hub_model_id or folder.resolve().name
@@ -164,12 +164,12 @@ class TrainerHub:
         return self.uploads
 
     def _push_output(
-        self, card: Mapping[str, Any], *, blocking: bool, revision: str | None = None, **given: Any
+        self, card: Mapping[str, Any], *, blocking: bool, revision: str | None = None, **options: Any
     ) -> Any:
-        uploads = self._made()
+        uploads = self._get_uploads()
         self._write_card_of_push(card)
         revision = revision or self._trainer.args.hub_revision
-        push = Push(files=output_files(self._output.folder), revision=revision, **given)
+        push = Push(files=output_files(self._output.folder), revision=revision, **options)
         return uploads.upload(push) if blocking else uploads.submit(push)
 
     def _write_card_of_push(self, card: Mapping[str, Any]) -> None:
@@ -178,13 +178,14 @@ class TrainerHub:
         self._trainer.create_model_card(**{"model_name": self._model_name(), **card, "tags": list(dict.fromkeys(tags))})
 
     @contextmanager
-    def _warning(self, what: str) -> Iterator[None]:
+    def _warn_on_failure(self, description: str) -> Iterator[None]:
+        """Turn the failure of a push into a warning: it must not end a training."""
         try:
             yield
         except Exception as error:
             logger.warning(
                 "Could not push %r to %s: %s Nothing is lost, the files are in %s; try again with push_to_hub().",
-                what,
+                description,
                 self.uploads.model_id if self.uploads is not None else "the Hub",
                 reason(error),
                 self._output.folder,
@@ -193,20 +194,20 @@ class TrainerHub:
     def _model_name(self) -> str:
         return (self._trainer.args.hub_model_id or self._output.folder.resolve().name).split("/")[-1]
 
-    def _license_of(self, base: str | None) -> str | None:
+    def _license_of(self, base_model: str | None) -> str | None:
         """Return the license on the base model's page on the Hub; None if there is none or the Hub does not answer."""
-        if base is None or Path(base).exists():
+        if base_model is None or Path(base_model).exists():
             return None
-        if base not in self._licenses:
+        if base_model not in self._licenses:
             try:
-                info = self._made().api.model_info(base, timeout=10.0)
-                found = None if info.card_data is None else info.card_data.get("license")
+                info = self._get_uploads().api.model_info(base_model, timeout=10.0)
+                license_name = None if info.card_data is None else info.card_data.get("license")
                 tags = [tag.removeprefix("license:") for tag in info.tags or () if tag.startswith("license:")]
-                self._licenses[base] = found or (tags[0] if tags else None)
+                self._licenses[base_model] = license_name or (tags[0] if tags else None)
             except Exception as error:
-                logger.info("The license of %s cannot be looked up: %s", base, error)
-                self._licenses[base] = None
-        return self._licenses[base]
+                logger.info("The license of %s cannot be looked up: %s", base_model, error)
+                self._licenses[base_model] = None
+        return self._licenses[base_model]
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -217,6 +218,6 @@ def _as_list(value: Any) -> list[Any]:
 
 def listed_hyperparameters(args: Any) -> dict[str, Any]:
     """Return the settings to list in a model card: those that are set, and the length of the training."""
-    chosen = {name: getattr(args, name) for name in _LISTED if getattr(args, name)}
+    settings = {name: getattr(args, name) for name in _LISTED if getattr(args, name)}
     length = {"max_steps": args.max_steps} if args.max_steps > 0 else {"num_train_epochs": args.num_train_epochs}
-    return {**chosen, **length}
+    return {**settings, **length}

@@ -66,7 +66,7 @@ class Uploads:
         self.repo_id: str | None = None
         self.newest: Future[Any] | None = None
         self.num_pushes = self.num_failed = 0
-        self._waiting: dict[str, Path] = {}
+        self._next_folders: dict[str, Path] = {}
         self._branches: set[str] = set()
 
     def open_repo(self, *, token: str | None = None) -> str:
@@ -92,12 +92,12 @@ class Uploads:
 
     def remember(self, name: str, folder: Path) -> None:
         """Add a whole folder to the next push; it replaces the folder of that name in the repository."""
-        self._waiting[name] = folder
+        self._next_folders[name] = folder
 
     def upload(self, push: Push) -> Any:
         """Wait for background pushes, push, and return the commit; errors of huggingface_hub are raised."""
         self.wait()
-        push, self._waiting = self._with_folders(push), {}
+        push, self._next_folders = self._with_folders(push), {}
         return self._commit(push, _all_files(push))
 
     def submit(self, push: Push) -> Future[Any]:
@@ -107,10 +107,10 @@ class Uploads:
         """
         push = self._with_folders(push)
         snapshot = take_snapshot(_all_files(push), self.output_dir)
-        self._waiting = {}
+        self._next_folders = {}
         # A thread per push, which ends with it; those of `HfApi.run_as_future` live as long as the HfApi.
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hftrain-push")
-        self.newest = pool.submit(self._run, push, snapshot, after=self.newest)
+        self.newest = pool.submit(self._commit_after, push, snapshot, previous=self.newest)
         pool.shutdown(wait=False)
         # `is_done` is the name in transformers' `push_in_progress`.
         vars(self.newest)["is_done"] = self.newest.done
@@ -123,10 +123,11 @@ class Uploads:
 
     def _with_folders(self, push: Push) -> Push:
         # Without checkpoints that rotation has deleted since.
-        return replace(push, folders={name: folder for name, folder in self._waiting.items() if folder.is_dir()})
+        return replace(push, folders={name: folder for name, folder in self._next_folders.items() if folder.is_dir()})
 
-    def _run(self, push: Push, snapshot: FolderLock, *, after: Future[Any] | None) -> Any:
-        wait([] if after is None else [after])
+    def _commit_after(self, push: Push, snapshot: FolderLock, *, previous: Future[Any] | None) -> Any:
+        """Commit a snapshot after the previous push, so that commits are in the order of the saves."""
+        wait([] if previous is None else [previous])
         try:
             return self._commit(push, folder_files(snapshot.folder))
         except Exception as error:
@@ -141,6 +142,7 @@ class Uploads:
             drop(snapshot)
 
     def _commit(self, push: Push, files: Mapping[str, Path]) -> Any:
+        """Commit, and delete what is stale in whole folders; those of a failed push go with the next one."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         self.num_pushes += 1
@@ -148,7 +150,7 @@ class Uploads:
             with _progress_bars(push.shows_progress):
                 repo_id = self.repo_id or self.open_repo(token=push.token)
                 self._make_branch(repo_id, push)
-                stale = self._stale(repo_id, push, files)
+                stale = self._stale_files(repo_id, push, files)
                 return self.api.create_commit(
                     repo_id,
                     operations=[
@@ -161,7 +163,7 @@ class Uploads:
                 )
         except BaseException:
             self.num_failed += 1
-            self._waiting = {**push.folders, **self._waiting}
+            self._next_folders = {**push.folders, **self._next_folders}
             raise
 
     def _make_branch(self, repo_id: str, push: Push) -> None:
@@ -170,12 +172,12 @@ class Uploads:
         self.api.create_branch(repo_id, branch=push.revision, token=push.token, exist_ok=True)
         self._branches.add(push.revision)
 
-    def _stale(self, repo_id: str, push: Push, files: Mapping[str, Path]) -> list[str]:
+    def _stale_files(self, repo_id: str, push: Push, files: Mapping[str, Path]) -> list[str]:
         """List the files of the repository in the folders of a push that the push does not contain."""
         if not push.folders:
             return []
-        there = self.api.list_repo_files(repo_id, revision=push.revision, token=push.token)
-        return [name for name in there if name.split("/")[0] in push.folders and name not in files]
+        existing = self.api.list_repo_files(repo_id, revision=push.revision, token=push.token)
+        return [name for name in existing if name.split("/")[0] in push.folders and name not in files]
 
 
 def reason(error: BaseException) -> str:

@@ -31,11 +31,11 @@ class TaskOptimizer:
         max_grad_norm: The largest norm of its gradients; None takes that of the arguments.
     """
 
-    def __init__(self, owner: OptimizersByHand, name: str, optimizer: Optimizer) -> None:
+    def __init__(self, optimizers: OptimizersByHand, name: str, optimizer: Optimizer) -> None:
         self.name, self.optimizer = name, optimizer
         self.max_grad_norm: float | None = None
         self.has_gradient = False
-        self._owner, self._counted = owner, Optimizers({name: optimizer})
+        self._optimizers, self._counting = optimizers, Optimizers({name: optimizer})
 
     @property
     def num_updates(self) -> int:
@@ -64,7 +64,7 @@ class TaskOptimizer:
             loss: The mean over the items of the micro-batch, as `training_step` returns it otherwise.
             options: Keywords of `torch.Tensor.backward`, such as `retain_graph`.
         """
-        run = self._owner.run
+        run = self._optimizers.run
         if run is None or not torch.is_grad_enabled():
             raise TaskError(
                 f"Cannot train with the optimizer {self.name!r} now.",
@@ -77,7 +77,7 @@ class TaskOptimizer:
                 "all its parameters are frozen.",
                 "Call backward() and step() only if any(p.requires_grad for p in self.optimizers[name].parameters).",
             )
-        with run.only(self.parameters) as inputs:
+        with run.reaching(self.parameters) as inputs:
             run.precision.backward(run.weigh(loss), **{**inputs, **options})
         if all(parameter.grad is None for parameter in self.parameters):
             raise TaskError(
@@ -96,9 +96,9 @@ class TaskOptimizer:
         Args:
             closure: Computes and returns the loss; the optimizer calls it as often as it needs, as LBFGS and SAM do.
         """
-        run = self._owner.run
+        run = self._optimizers.run
         if closure is not None:
-            return self._step_with(closure)
+            return self._step_with_closure(closure)
         if run is None or not run.is_last:
             return False
         if not self.has_gradient:
@@ -107,18 +107,18 @@ class TaskOptimizer:
                 "no backward() came before it.",
                 "Call self.optimizers[name].backward(loss) first, or minimize(loss) for both.",
             )
-        before = self.num_updates
+        num_before = self.num_updates
         if run.precision.policy.loss_scaling:
             # The scaler lets each object step once between two changes of the scale, for which others' gradients wait.
-            self._counted = Optimizers({self.name: self.optimizer})
-            self._owner.scaled.append(self._counted)
+            self._counting = Optimizers({self.name: self.optimizer})
+            self._optimizers.scaled.append(self._counting)
         self._prepare(run)
-        with self._owner.stepping_now():
-            run.precision.apply(self._counted)
-        return self._finish(before)
+        with self._optimizers.allow_steps():
+            run.precision.apply(self._counting)
+        return self._finish(num_before)
 
-    def _step_with(self, closure: Callable[[], torch.Tensor]) -> bool:
-        run, before = self._owner.run, self.num_updates
+    def _step_with_closure(self, closure: Callable[[], torch.Tensor]) -> bool:
+        run, num_before = self._optimizers.run, self.num_updates
         if run is None or run.precision.policy.loss_scaling or getattr(run.args, "gradient_accumulation_steps", 1) > 1:
             raise TaskError(
                 f"Cannot step the optimizer {self.name!r} with a closure:",
@@ -135,41 +135,42 @@ class TaskOptimizer:
             # Of all processes: a search that each steers by its own loss would part their weights.
             return run.strategy.reduce(run.weigh(loss.detach()), "mean")
 
-        with self._owner.stepping_now():
-            self._counted.step(evaluate)
-        return self._finish(before)
+        with self._optimizers.allow_steps():
+            self._counting.step(evaluate)
+        return self._finish(num_before)
 
-    def _prepare(self, run: _Running) -> None:
-        if not self._owner.outcomes:
-            self._owner.norms.clear()  # of the step before
-        if run.averages:
+    def _prepare(self, run: _RunSettings) -> None:
+        """Average, unscale and clip the gradients: what a Trainer does before it steps."""
+        if not self._optimizers.outcomes:
+            self._optimizers.norms.clear()  # of the step before
+        if run.averages_gradients:
             average_gradients(self.parameters, run.strategy)
-        run.precision.unscale(self._counted)
+        run.precision.unscale(self._counting)
         max_norm = run.args.max_grad_norm if self.max_grad_norm is None else self.max_grad_norm
         if max_norm and isinstance(self.optimizer, torch.optim.LBFGS):
             warn_once("LBFGS is not clipped: it compares gradients of several points. Set max_grad_norm=0.")
             max_norm = 0
         if max_norm and max_norm > 0:
-            self._owner.norms[self.name] = run.strategy.clip_grad_norm(self.parameters, max_norm)
+            self._optimizers.norms[self.name] = run.strategy.clip_grad_norm(self.parameters, max_norm)
         else:
-            self._counted.measure()
-            self._owner.norms[self.name] = self._counted.norms[self.name]
+            self._counting.measure()
+            self._optimizers.norms[self.name] = self._counting.norms[self.name]
 
-    def _finish(self, before: int) -> bool:
+    def _finish(self, num_before: int) -> bool:
         self.optimizer.zero_grad()
         self.has_gradient = False
-        self._owner.update_scale()
-        is_updated = self.num_updates > before
-        self._owner.outcomes.append(is_updated)
-        if is_updated and self._owner.schedules is not None:
-            self._owner.schedules.step_one(self.name)
+        self._optimizers.update_scale()
+        is_updated = self.num_updates > num_before
+        self._optimizers.outcomes.append(is_updated)
+        if is_updated and self._optimizers.schedules is not None:
+            self._optimizers.schedules.step_one(self.name)
         return is_updated
 
     @contextmanager
     def toggle(self) -> Iterator[None]:
         """Freeze the parameters of the other optimizers within the context: their gradients need not be computed."""
-        run, own = self._owner.run, set(map(id, self.parameters))
-        frozen = [p for p in self._owner.parameters if p.requires_grad and id(p) not in own]
+        run, own_ids = self._optimizers.run, set(map(id, self.parameters))
+        frozen = [p for p in self._optimizers.parameters if p.requires_grad and id(p) not in own_ids]
         frozen = [] if run is None or run.strategy.shards_model else frozen
         for parameter in frozen:
             parameter.requires_grad_(False)
@@ -180,31 +181,33 @@ class TaskOptimizer:
                 parameter.requires_grad_(True)
 
 
-class _Running:
+class _RunSettings:
+    """What the optimizers need of the running training, and the weight of the current micro-batch's loss."""
+
     def __init__(
-        self, owner: OptimizersByHand, strategy: Strategy, precision: Precision, args: Any, computing: StepCalls | None
+        self, optimizers: OptimizersByHand, strategy: Strategy, precision: Precision, args: Any, calls: StepCalls | None
     ) -> None:
-        self._owner, self._computing = owner, computing
+        self._optimizers, self._step_calls = optimizers, calls
         self.strategy, self.precision, self.args = strategy, precision, args
-        self.averages = strategy.world_size > 1 and not strategy.shards_model
+        self.averages_gradients = strategy.world_size > 1 and not strategy.shards_model
         self.weigh: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss
 
     @property
     def is_last(self) -> bool:
         """Whether the current micro-batch is the last one of its step."""
-        return self._computing is None or self._computing.syncs
+        return self._step_calls is None or self._step_calls.syncs
 
     @contextmanager
-    def only(self, parameters: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
+    def reaching(self, parameters: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
         """Let a backward pass reach these parameters only; returns keywords for it."""
         if not self.strategy.shards_model:
             yield {"inputs": [parameter for parameter in parameters if parameter.requires_grad]}
             return
         # What autograd sees there are the gathered parameters. Their gradients are sharded at once, also in earlier
         # micro-batches: another optimizer may not have any in the last one.
-        self._owner.task.model.set_requires_gradient_sync(True)
-        own = set(map(id, parameters))
-        others = [(p, p.grad) for p in self._owner.parameters if id(p) not in own]
+        self._optimizers.task.model.set_requires_gradient_sync(True)
+        own_ids = set(map(id, parameters))
+        others = [(p, p.grad) for p in self._optimizers.parameters if id(p) not in own_ids]
         for parameter, _ in others:
             parameter.grad = None
         yield {}
@@ -221,28 +224,28 @@ class OptimizersByHand(Optimizers):
 
     def __init__(self, task: Any, members: Mapping[str, Optimizer]) -> None:
         super().__init__(members)
-        self.run: _Running | None = None
+        self.run: _RunSettings | None = None
         self.outcomes: list[bool] = []
         self.scaled: list[Optimizers] = []
         self.task = task
-        self._handles = {name: TaskOptimizer(self, name, member) for name, member in members.items()}
-        self.parameters = [p for handle in self._handles.values() for p in handle.parameters]
-        self._steps = False
+        self._task_optimizers = {name: TaskOptimizer(self, name, member) for name, member in members.items()}
+        self.parameters = [p for optimizer in self._task_optimizers.values() for p in optimizer.parameters]
+        self._allows_steps = False
         for member in members.values():
-            member.register_step_pre_hook(self._refuse_own)
+            member.register_step_pre_hook(self._refuse_bare_step)
         task.optimizers = self
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy gets its own run.
         return {**self.__dict__, "run": None}
 
-    def stepping_now(self) -> AbstractContextManager[None]:
+    def allow_steps(self) -> AbstractContextManager[None]:
         """Let an optimizer step in the context."""
-        return temporarily(self, _steps=True)
+        return temporarily(self, _allows_steps=True)
 
-    def _refuse_own(self, *_: Any) -> None:
+    def _refuse_bare_step(self, *_: Any) -> None:
         """Raise if an optimizer is stepped itself: its gradients would be neither averaged nor unscaled nor clipped."""
-        if not self._steps and self.run is not None:
+        if not self._allows_steps and self.run is not None:
             raise TaskError(
                 "An optimizer was stepped by its own step().",
                 "Its gradients are not averaged over processes, unscaled or clipped.",
@@ -250,18 +253,18 @@ class OptimizersByHand(Optimizers):
             )
 
     def __getitem__(self, name: str) -> TaskOptimizer:
-        if name not in self._handles:
+        if name not in self._task_optimizers:
             raise TaskError(
                 f"There is no optimizer {name!r}.",
-                f"configure_optimizers() returned {', '.join(self._handles)}.",
+                f"configure_optimizers() returned {', '.join(self._task_optimizers)}.",
                 "Use one of these names.",
             )
-        return self._handles[name]
+        return self._task_optimizers[name]
 
     def step(self, closure: Any = None) -> Any:
         """Do nothing: each one has stepped in `training_step`."""
 
-    def assemble(self, strategy: Strategy, precision: Precision, args: Any, computing: StepCalls | None) -> Stepper:
+    def assemble(self, strategy: Strategy, precision: Precision, args: Any, step_calls: StepCalls | None) -> Stepper:
         """Return the calls of a step, of which the task does the most.
 
         Raises:
@@ -281,7 +284,7 @@ class OptimizersByHand(Optimizers):
                 "a batch cannot be split, as its training_step updates parameters.",
                 "Set per_device_train_batch_size.",
             )
-        self.run = _Running(self, strategy, precision, args, computing)
+        self.run = _RunSettings(self, strategy, precision, args, step_calls)
         if not strategy.shards_model:
             self.task.model = strategy.unwrap(self.task.model)
         return Stepper(
@@ -300,7 +303,7 @@ class OptimizersByHand(Optimizers):
         def run(model: Any, batch: Any, num_items: Any) -> torch.Tensor:
             assert self.run is not None
             self.run.weigh = weigh(batch, num_items)
-            if self.run.averages:
+            if self.run.averages_gradients:
                 self.run.strategy.for_evaluation(model)  # rank 0's buffers, as DDP sends them before a forward pass
             return step(model, batch, num_items)
 
@@ -309,7 +312,7 @@ class OptimizersByHand(Optimizers):
     def update_scale(self) -> None:
         """Adjust fp16's loss scale, unless gradients that were scaled by it wait for their step."""
         assert self.run is not None
-        if not any(handle.has_gradient for handle in self._handles.values()):
+        if not any(optimizer.has_gradient for optimizer in self._task_optimizers.values()):
             self.run.precision.update_scale()
             self.scaled.clear()
 
@@ -319,13 +322,13 @@ class OptimizersByHand(Optimizers):
 
     def _end_step(self) -> bool:
         """End a step of the plan; return False if all its updates were skipped."""
-        if waiting := [name for name, handle in self._handles.items() if handle.has_gradient]:
+        if unused := [name for name, optimizer in self._task_optimizers.items() if optimizer.has_gradient]:
             raise TaskError(
-                f"The step ended with gradients of {', '.join(waiting)} that were not used.",
+                f"The step ended with gradients of {', '.join(unused)} that were not used.",
                 "backward() was called, and step() was not: a checkpoint would not hold them.",
                 "Call step() after each backward(); gradient_accumulation_steps adds up gradients of several batches.",
             )
-        if not self.outcomes and not any(handle.num_updates for handle in self._handles.values()):
+        if not self.outcomes and not any(optimizer.num_updates for optimizer in self._task_optimizers.values()):
             warn_once(
                 "The first step changed nothing: training_step stepped no optimizer. With automatic_optimization = "
                 "False, call self.optimizers[name].minimize(loss) in it; leave that out to have the Trainer step."

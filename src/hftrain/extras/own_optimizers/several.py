@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError
 
-_NAME, _COUNT = "optimizer", "num_updates"
+_NAME_KEY, _COUNT_KEY = "optimizer", "num_updates"
 
 
 class Optimizers(Optimizer):
@@ -38,8 +38,8 @@ class Optimizers(Optimizer):
         holders: dict[int, str] = {}
         for name, member in self.members.items():
             for group in member.param_groups:
-                group.setdefault(_COUNT, 0)
-                group[_NAME] = name
+                group.setdefault(_COUNT_KEY, 0)
+                group[_NAME_KEY] = name
                 for parameter in group["params"]:
                     if (other := holders.setdefault(id(parameter), name)) != name:
                         raise ConfigError(
@@ -91,7 +91,7 @@ class Optimizers(Optimizer):
         for member in self.members.values():
             member.step(closure)
             for group in member.param_groups:
-                group[_COUNT] += 1
+                group[_COUNT_KEY] += 1
 
     def measure(self) -> None:
         """Note the norm of each one's gradients; collective if they are sharded."""
@@ -100,7 +100,7 @@ class Optimizers(Optimizer):
 
     def logs(self) -> dict[str, float]:
         """Return the last norm and the number of updates of each, by name; synchronises."""
-        counts = {f"num_updates/{name}": each.param_groups[0][_COUNT] for name, each in self.members.items()}
+        counts = {f"num_updates/{name}": member.param_groups[0][_COUNT_KEY] for name, member in self.members.items()}
         norms = {f"grad_norm/{name}": float(self.norms[name]) for name in self.members if name in self.norms}
         return {**norms, **counts}
 
@@ -109,15 +109,15 @@ class Optimizers(Optimizer):
         state: dict[Any, Any] = {}
         groups: list[dict[str, Any]] = []
         for name, member in self.members.items():
-            own, start = member.state_dict(), sum(len(group["params"]) for group in groups)
-            if not {"state", "param_groups"} <= own.keys():
+            saved, start = member.state_dict(), sum(len(group["params"]) for group in groups)
+            if not {"state", "param_groups"} <= saved.keys():
                 raise ConfigError(
                     f"Cannot save the optimizer {name!r}:",
                     f"{type(member).__name__}.state_dict() has another form than torch's.",
                     "Use it as the only optimizer, or keep it from the checkpoint with save_only_model=True.",
                 )
-            state.update({start + key: value for key, value in own["state"].items()})
-            groups += [{**group, "params": [start + key for key in group["params"]]} for group in own["param_groups"]]
+            state.update({start + key: value for key, value in saved["state"].items()})
+            groups += [{**group, "params": [start + key for key in group["params"]]} for group in saved["param_groups"]]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -126,16 +126,16 @@ class Optimizers(Optimizer):
         Raises:
             ValueError: They are of other optimizers, or in another order.
         """
-        saved = [group.get(_NAME) for group in state_dict["param_groups"]]
-        own = [group[_NAME] for group in self.param_groups]
-        if saved != own:
-            raise ValueError(f"it has groups of the optimizers {saved}, and the run has {own}, in this order")
+        saved = [group.get(_NAME_KEY) for group in state_dict["param_groups"]]
+        expected = [group[_NAME_KEY] for group in self.param_groups]
+        if saved != expected:
+            raise ValueError(f"it has groups of the optimizers {saved}, and the run has {expected}, in this order")
         start = 0
         for name, member in self.members.items():
-            groups = [group for group in state_dict["param_groups"] if group[_NAME] == name]
+            groups = [group for group in state_dict["param_groups"] if group[_NAME_KEY] == name]
             num = sum(len(group["params"]) for group in groups)
-            numbers = {key: value for key, value in state_dict["state"].items() if start <= key < start + num}
-            member.load_state_dict({"state": numbers, "param_groups": groups})
+            states = {key: value for key, value in state_dict["state"].items() if start <= key < start + num}
+            member.load_state_dict({"state": states, "param_groups": groups})
             start += num
 
 

@@ -50,7 +50,7 @@ def check_packed_rows(args: TrainingArguments, model: nn.Module, collator: Any) 
     The model is tried on two documents of eight tokens: if the second one's outputs depend on the first one although
     the positions restart, it is refused. It runs four times, in evaluation mode, and random numbers are restored.
     """
-    what = f"rows of pack_dataset with {type(model).__name__}"
+    rows = f"rows of pack_dataset with {type(model).__name__}"
     _refuse_cache(args, "rows of pack_dataset")
     if getattr(collator, "__name__", type(collator).__name__) not in _STACKING:
         raise ConfigError(
@@ -59,27 +59,27 @@ def check_packed_rows(args: TrainingArguments, model: nn.Module, collator: Any) 
             "Pass data_collator=hftrain.default_data_collator.",
         )
     if not {"input_ids", "position_ids"} <= forward_parameters(model).keys():
-        raise _joins(what, "its forward takes no input_ids and position_ids, by which documents are told apart.")
+        raise _refusal(rows, "its forward takes no input_ids and position_ids, by which documents are told apart.")
     attention = attention_of(model)
     if "flash" in attention:
         # It reads positions only in a batch of one row, and runs on GPUs only: it cannot be tried here.
         if max(args.train_batch_size, args.eval_batch_size) > 1:
-            raise _joins(what, f"{attention} tells documents apart in batches of one row only.")
+            raise _refusal(rows, f"{attention} tells documents apart in batches of one row only.")
         return
     if any(parameter.is_meta or not parameter.numel() for parameter in model.parameters()):
         warn_once(f"{type(model).__name__} has no weights yet: whether it keeps packed documents apart was not tried.")
         return
     if _leak(model) > _ROUNDING:
-        raise _joins(what, "the outputs of a document depend on the one before it, although the positions restart.")
+        raise _refusal(rows, "the outputs of a document depend on the one before it, although the positions restart.")
 
 
-def _refuse_cache(args: TrainingArguments, what: str) -> None:
-    found = {name: getattr(args, name, None) for name in ("use_cache", "predict_with_generate")}
-    found = {name: value for name, value in found.items() if value} | {"past_index": args.past_index}
-    name, value = next(iter(found.items()))
+def _refuse_cache(args: TrainingArguments, subject: str) -> None:
+    settings = {name: getattr(args, name, None) for name in ("use_cache", "predict_with_generate")}
+    settings = {name: value for name, value in settings.items() if value} | {"past_index": args.past_index}
+    name, value = next(iter(settings.items()))
     if value is True or value >= 0:
         raise ConfigError(
-            f"Cannot use {name}={value} with {what}.",
+            f"Cannot use {name}={value} with {subject}.",
             "With a cache of keys and values, each document would attend to those before it.",
             f"Leave {name} out, or use a collator that pads.",
         )
@@ -89,27 +89,27 @@ def _leak(model: nn.Module) -> float:
     """Return how much one document changes the outputs of the next, of what it changes without a boundary."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     ids = torch.arange(2 * _NUM_TOKENS, device=device) % 2
-    other = torch.cat([1 - ids[:_NUM_TOKENS], ids[_NUM_TOKENS:]])
-    joined = torch.arange(2 * _NUM_TOKENS, device=device)
+    changed = torch.cat([1 - ids[:_NUM_TOKENS], ids[_NUM_TOKENS:]])
+    positions_of_one = torch.arange(2 * _NUM_TOKENS, device=device)
     options = {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
 
     def change(positions: torch.Tensor) -> float:
-        outputs = [model(input_ids=each[None], position_ids=positions[None], **options) for each in (ids, other)]
-        first, second = (_logits(each)[0, _NUM_TOKENS:].double() for each in outputs)
+        outputs = [model(input_ids=tokens[None], position_ids=positions[None], **options) for tokens in (ids, changed)]
+        first, second = (_logits(output)[0, _NUM_TOKENS:].double() for output in outputs)
         return float((first - second).abs().max())
 
     with preserved_modes(model), torch.no_grad(), preserved_rng():
         model.eval()
-        apart = change(joined % _NUM_TOKENS)
-        return apart / max(change(joined), 1e-30) if apart else 0.0
+        change_apart = change(positions_of_one % _NUM_TOKENS)
+        return change_apart / max(change(positions_of_one), 1e-30) if change_apart else 0.0
 
 
 def _logits(output: Any) -> torch.Tensor:
-    found = getattr(output, "logits", output)
-    found = list(found.values()) if hasattr(found, "values") and not isinstance(found, torch.Tensor) else found
-    return found if isinstance(found, torch.Tensor) else next(iter(found))
+    values = getattr(output, "logits", output)
+    values = list(values.values()) if hasattr(values, "values") and not isinstance(values, torch.Tensor) else values
+    return values if isinstance(values, torch.Tensor) else next(iter(values))
 
 
-def _joins(what: str, reason: str) -> ConfigError:
+def _refusal(subject: str, reason: str) -> ConfigError:
     remedy = "Use a model that reads position_ids, such as Llama, Qwen or GPT-2, or pad single documents."
-    return ConfigError(f"Cannot use {what}:", reason, remedy)
+    return ConfigError(f"Cannot use {subject}:", reason, remedy)

@@ -63,10 +63,10 @@ def pack_dataset(dataset: Any, length: int, *, packing: str = "bfd", buffer_size
     """
     if packing not in PACKINGS:
         raise ConfigError(f"Cannot use packing={packing!r}.", "There are two.", f"Pass one of {', '.join(PACKINGS)}.")
-    for name, number, least in (("length", length, 2), ("buffer_size", buffer_size, 1)):
-        if type(number) is not int or number < least:
+    for name, number, minimum in (("length", length, 2), ("buffer_size", buffer_size, 1)):
+        if type(number) is not int or number < minimum:
             raise ConfigError(
-                f"Cannot use {name}={number!r}.", "It is a number of tokens or documents.", f"Pass {least} or more."
+                f"Cannot use {name}={number!r}.", "It is a number of tokens or documents.", f"Pass {minimum} or more."
             )
     if isinstance(dataset, IterableDataset):
         if is_rank_aware(dataset):
@@ -89,7 +89,7 @@ class PackedDataset(Dataset[Row]):
         self.dataset, self.length = dataset, length
         grouping = extra("grouping")
         lengths = grouping.sample_lengths(dataset, grouping.LengthConfig())
-        rows = _fill(lengths, length, packing)
+        rows = _fill_rows(lengths, length, packing)
         # Flat arrays: lists of tuples would take ten times the memory.
         self._pieces = numpy.array([piece for row in rows for piece in row], dtype=numpy.int64).reshape(-1, 3)
         self._ends = numpy.cumsum([len(row) for row in rows])
@@ -97,8 +97,8 @@ class PackedDataset(Dataset[Row]):
     def __getitem__(self, index: int) -> Row:
         index = range(len(self))[index]  # negative numbers, and an IndexError beyond the end
         pieces = self._pieces[self._ends[index - 1] if index else 0 : self._ends[index]].tolist()
-        found = {number: _document(self.dataset[number]) for number, _, _ in pieces}
-        return _row(_parts(found, pieces), self.length)
+        documents = {number: _document(self.dataset[number]) for number, _, _ in pieces}
+        return _row(_parts(documents, pieces), self.length)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -114,8 +114,8 @@ class PackedStream(IterableDataset[Row]):
         self._packing, self._buffer_size = packing, buffer_size
         self._keeps_state = has_state(dataset)
         # The documents of the buffer that were read before `_after`, the state of the stream.
-        self._head: list[Document] = []
-        self._after: Any = None
+        self._first_documents: list[Document] = []
+        self._state_after: Any = None
         self._num_rows = 0
         self._is_last = self._is_loaded = False
 
@@ -131,7 +131,7 @@ class PackedStream(IterableDataset[Row]):
     def __iter__(self) -> Iterator[Row]:
         is_loaded, self._is_loaded = self._is_loaded, False
         if not is_loaded:
-            self._head, self._after, self._num_rows, self._is_last = [], None, 0, False
+            self._first_documents, self._state_after, self._num_rows, self._is_last = [], None, 0, False
         return self._rows(iter(self.dataset), is_loaded=is_loaded)
 
     def _rows(self, documents: Iterator[Any], *, is_loaded: bool) -> Iterator[Row]:
@@ -139,21 +139,21 @@ class PackedStream(IterableDataset[Row]):
             if not is_loaded:
                 # One document is read before the state is taken: many streams start over only at their first one.
                 first = [_document(sample) for sample in islice(documents, 1)]
-                self._head, self._is_last = [*self._head, *first], not first
-                self._after = copy.deepcopy(self.dataset.state_dict()) if self._keeps_state else None
+                self._first_documents, self._is_last = [*self._first_documents, *first], not first
+                self._state_after = copy.deepcopy(self.dataset.state_dict()) if self._keeps_state else None
             is_loaded = False
             rest = [] if self._is_last else [_document(sample) for sample in islice(documents, self._buffer_size - 1)]
             is_last = self._is_last or len(rest) < self._buffer_size - 1
-            found = [*self._head, *rest]
-            rows = _fill((len(ids) for ids, _ in found), self.length, self._packing)
-            left = [] if is_last or self._packing == "bfd" else rows[-1:]
-            for row in rows[self._num_rows : len(rows) - len(left)]:
+            buffer = [*self._first_documents, *rest]
+            rows = _fill_rows((len(ids) for ids, _ in buffer), self.length, self._packing)
+            unfinished = [] if is_last or self._packing == "bfd" else rows[-1:]
+            for row in rows[self._num_rows : len(rows) - len(unfinished)]:
                 # Counted first: a state that is saved now begins after this row.
                 self._num_rows += 1
-                yield _row(_parts(found, row), self.length)
+                yield _row(_parts(buffer, row), self.length)
             if is_last:
                 return
-            self._head, self._num_rows = [part for row in left for part in _parts(found, row)], 0
+            self._first_documents, self._num_rows = [part for row in unfinished for part in _parts(buffer, row)], 0
 
 
 class _StatefulPackedStream(PackedStream):
@@ -162,24 +162,25 @@ class _StatefulPackedStream(PackedStream):
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the current buffer, and the rows read of it."""
         # Before the first row of a pass it is the stream's own state.
-        after = copy.deepcopy(self.dataset.state_dict()) if self._after is None else self._after
-        head = [[ids.tolist(), labels.tolist()] for ids, labels in self._head]
-        begun = {"is_begun": self._after is not None, "is_last": self._is_last}
+        after = copy.deepcopy(self.dataset.state_dict()) if self._state_after is None else self._state_after
+        head = [[ids.tolist(), labels.tolist()] for ids, labels in self._first_documents]
+        begun = {"is_begun": self._state_after is not None, "is_last": self._is_last}
         return {"stream": after, "head": head, "num_rows": self._num_rows, **begun}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.dataset.load_state_dict(copy.deepcopy(state["stream"]))
-        self._head = [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in state["head"]]
+        self._first_documents = [(torch.tensor(ids), torch.tensor(labels)) for ids, labels in state["head"]]
         self._num_rows, self._is_last = int(state["num_rows"]), bool(state["is_last"])
         self._is_loaded = bool(state["is_begun"])
-        self._after = state["stream"] if self._is_loaded else None
+        self._state_after = state["stream"] if self._is_loaded else None
 
 
-def _fill(lengths: Iterable[int], length: int, packing: str) -> list[list[Piece]]:
-    return (_best_fit if packing == "bfd" else _wrap)([int(each) for each in lengths], length)
+def _fill_rows(lengths: Iterable[int], length: int, packing: str) -> list[list[Piece]]:
+    return (_best_fit if packing == "bfd" else _wrap)([int(size) for size in lengths], length)
 
 
 def _wrap(lengths: Sequence[int], length: int) -> list[list[Piece]]:
+    """Fill each row to its end, in the order of the documents, which are cut there."""
     rows: list[list[Piece]] = []
     room = 0
     for number, size in enumerate(lengths):
@@ -196,6 +197,7 @@ def _wrap(lengths: Sequence[int], length: int) -> list[list[Piece]]:
 
 
 def _best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
+    """Put each piece, from long to short, into the fullest row that has room for it, which leaves little padding."""
     pieces = [
         (number, start, min(start + length, size))
         for number, size in enumerate(lengths)
@@ -205,23 +207,23 @@ def _best_fit(lengths: Sequence[int], length: int) -> list[list[Piece]]:
     rows: list[list[Piece]] = []
     # The rows by the room that they have left, and these rooms in order.
     open_rows: dict[int, list[int]] = {}
-    rooms: list[int] = []
+    free_spaces: list[int] = []
     for piece in pieces:
         size = piece[2] - piece[1]
-        place = bisect_left(rooms, size)
-        if place < len(rooms):
-            room = rooms[place]
-            row = open_rows[room].pop()
-            if not open_rows[room]:
-                del rooms[place], open_rows[room]
+        position = bisect_left(free_spaces, size)
+        if position < len(free_spaces):
+            space = free_spaces[position]
+            row = open_rows[space].pop()
+            if not open_rows[space]:
+                del free_spaces[position], open_rows[space]
         else:
-            room, row = length, len(rows)
+            space, row = length, len(rows)
             rows.append([])
         rows[row].append(piece)
-        if room > size:
-            if room - size not in open_rows:
-                insort(rooms, room - size)
-            open_rows.setdefault(room - size, []).append(row)
+        if space > size:
+            if space - size not in open_rows:
+                insort(free_spaces, space - size)
+            open_rows.setdefault(space - size, []).append(row)
     return rows
 
 

@@ -14,7 +14,7 @@ from hftrain.core.log import warn_once
 from hftrain.core.notes import add_note, describe
 from hftrain.core.tree import detach, pytree, tensors_of
 from hftrain.core.types import EvalPrediction
-from hftrain.extras.predictions.gather import Kept, as_tensors
+from hftrain.extras.predictions.gather import RowCollector, as_tensors
 from hftrain.strategies.base import Ranks
 
 
@@ -44,32 +44,32 @@ class BatchMetrics:
         Raises:
             TaskError: The function did not return metrics, or the ranks' batches cannot be joined.
         """
-        turn: Any = None
+        values: Any = None
         if parts.get("outputs") is not None and parts.get("labels") is not None:
-            turn = detach(as_tensors(parts, takes_objects=self.takes_objects))
+            values = detach(as_tensors(parts, takes_objects=self.takes_objects))
         if self.group.world_size > 1:
-            turn = self._over_ranks(turn)
-        if turn is not None:
+            values = self._join_ranks(values)
+        if values is not None:
             if self.finish_outputs is not None:
-                turn["outputs"] = self.finish_outputs(turn["outputs"])
-            prediction = EvalPrediction(turn.pop("outputs"), turn.pop("labels"), **turn)
+                values["outputs"] = self.finish_outputs(values["outputs"])
+            prediction = EvalPrediction(values.pop("outputs"), values.pop("labels"), **values)
             self.metrics = call_metrics(self.compute, prediction, compute_result=is_last)
 
-    def _over_ranks(self, mine: Any) -> Any:
+    def _join_ranks(self, values: Any) -> Any:
         """Return the joined batches of all ranks on this rank's device; None if there are none. Collective."""
         # NumPy arrays lack some dtypes of tensors.
-        names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors_of(mine)]
+        names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors_of(values)]
         dtypes: Iterator[str] = iter(next(filter(None, self.group.gather_object(names)), []))
-        kept = Kept(takes_objects=self.takes_objects)
-        kept.add(mine)
+        rows = RowCollector(takes_objects=self.takes_objects)
+        rows.add(values)
 
         def as_sent(array: Any) -> Any:
             if isinstance(array, numpy.ndarray):
                 return torch.from_numpy(array).to(self.group.device, getattr(torch, next(dtypes)))
             return array
 
-        joined = kept.joined(self.group, is_interleaved=False)
-        return pytree.tree_map(as_sent, joined, is_leaf=lambda each: isinstance(each, list))
+        joined = rows.joined(self.group, is_interleaved=False)
+        return pytree.tree_map(as_sent, joined, is_leaf=lambda leaf: isinstance(leaf, list))
 
 
 def call_metrics(function: Callable[..., Any], prediction: EvalPrediction, **options: Any) -> Mapping[str, Any]:
@@ -91,7 +91,6 @@ def call_metrics(function: Callable[..., Any], prediction: EvalPrediction, **opt
         return {}
     if isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics):
         return metrics
-    found = f"a {type(metrics).__name__}"
-    if isinstance(metrics, Mapping):
-        found += f" with the keys {', '.join(map(repr, metrics))}"
-    raise TaskError("Cannot use what compute_metrics returned:", f"it is {found}.", "Return a dict of numbers by name.")
+    keys = f" with the keys {', '.join(map(repr, metrics))}" if isinstance(metrics, Mapping) else ""
+    reason = f"it is a {type(metrics).__name__}{keys}."
+    raise TaskError("Cannot use what compute_metrics returned:", reason, "Return a dict of numbers by name.")

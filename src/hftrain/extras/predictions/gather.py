@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -23,16 +23,16 @@ _CHUNK_BYTES = 1 << 22
 _CHUNK_OBJECTS = 1 << 14
 
 
-class _Keeper:
+class _Collector:
     """Collect one stream of nested tensors (predictions, labels, inputs or losses) and move it to the host."""
 
     def __init__(self, *, moves_every: int | None = None, takes_objects: bool = False) -> None:
         # Batches kept on the device before they move to the host; None moves them at the end.
         self._moves_every = moves_every
         self._takes_objects = takes_objects
-        self._waiting: list[Any] = []
+        self._on_device: list[Any] = []
         # What is on its way to the host: it has arrived when the next batch is there.
-        self._arriving: list[Callable[[], Any]] = []
+        self._transfers: list[Callable[[], Any]] = []
 
     def add(self, tree: Any) -> None:
         """Keep one batch's tensors, arrays and numbers (0-d ones become rows); None is skipped."""
@@ -44,18 +44,18 @@ class _Keeper:
             self.to_host()
             self._store(tree)  # now: a model may return the same memory for each batch
             return
-        self._waiting.append(tree)
-        if len(self._waiting) == self._moves_every:
+        self._on_device.append(tree)
+        if len(self._on_device) == self._moves_every:
             self._begin_to_move()
 
     def _begin_to_move(self) -> None:
         """Begin to move what is on the device to host memory, and store what was moved before."""
-        arriving, self._arriving = self._arriving[::-1], []
-        while arriving:
-            self._store(arriving.pop()())
-        waiting, self._waiting = self._waiting[::-1], []
-        while waiting:
-            self._arriving.append(to_host(waiting.pop()))
+        transfers, self._transfers = self._transfers[::-1], []
+        while transfers:
+            self._store(transfers.pop()())
+        batches, self._on_device = self._on_device[::-1], []
+        while batches:
+            self._transfers.append(to_host(batches.pop()))
 
     def to_host(self) -> None:
         """Move batches that are still on the device to host memory; the host waits for them."""
@@ -66,7 +66,7 @@ class _Keeper:
         raise NotImplementedError
 
 
-class KeptBatches(_Keeper):
+class BatchCollector(_Collector):
     """Keep a stream batch by batch."""
 
     def __init__(self, **options: Any) -> None:
@@ -87,31 +87,31 @@ class KeptBatches(_Keeper):
         if group.world_size == 1:
             return self._batches or None
         counts = group.gather_object(len(self._batches))
-        mine = [*map(encode, self._batches), *[None] * (max(counts) - len(self._batches))]
-        turns = [[decode(batch) for batch in group.gather_object(each)] for each in mine]
-        in_order = turns if is_interleaved else zip(*turns, strict=True)
-        return [batch for batches in in_order for batch in batches if batch is not None] or None
+        own_batches = [*map(encode, self._batches), *[None] * (max(counts) - len(self._batches))]
+        turns = [[decode(batch) for batch in group.gather_object(own_batch)] for own_batch in own_batches]
+        ordered = turns if is_interleaved else zip(*turns, strict=True)
+        return [batch for batches in ordered for batch in batches if batch is not None] or None
 
 
-class Kept(_Keeper):
+class RowCollector(_Collector):
     """Keep a stream as a whole, without copies if the number of samples is known."""
 
     def __init__(self, *, num_samples: int | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._num_samples = num_samples or 0
-        # The rows of each leaf; the structure of the batches, and which of their leaves are objects.
-        self._rows: list[Any] = []
-        self._form: tuple[pytree.TreeSpec, list[bool]] | None = None
+        self._rows: list[Any] = []  # of each leaf
+        self._structure: _Structure | None = None
 
     def _store(self, tree: Any) -> None:
+        """Append the leaves of a batch, each to its rows; the first batch decides the structure."""
         leaves, spec = pytree.tree_flatten(tree)
-        form = spec, [isinstance(leaf, Objects) for leaf in leaves]
-        if self._form is None:
-            self._form = form
-            whole = self._num_samples
-            self._rows = [_ObjectRows() if is_objects else Rows(num_expected=whole) for is_objects in form[1]]
-        elif form != self._form:
-            raise _mismatch("batches", [self._form, form])
+        structure = _Structure(spec, [isinstance(leaf, Objects) for leaf in leaves])
+        if self._structure is None:
+            self._structure = structure
+            for is_objects in structure.are_objects:
+                self._rows.append(_ObjectRows() if is_objects else Rows(num_expected=self._num_samples))
+        elif structure != self._structure:
+            raise _mismatch("batches", [self._structure, structure])
         for rows, leaf in zip(self._rows, leaves, strict=True):
             rows.append(leaf)
 
@@ -124,26 +124,33 @@ class Kept(_Keeper):
             order: The dataset indices of the samples in reading order, if the rows are to be in dataset order.
         """
         self.to_host()
+        own = self._structure
         if group.world_size == 1:
-            whole = self._form and pytree.tree_unflatten([rows.array() for rows in self._rows], self._form[0])
-            return whole if order is None else put_back(whole, order)
-        found = group.gather_object(self._form and [pytree.treespec_dumps(self._form[0]), self._form[1]])
-        forms = [(pytree.treespec_loads(text), kinds) for text, kinds in filter(None, found)]
-        if any(form != forms[0] for form in forms):
-            raise _mismatch("processes", forms)
-        if not forms:
+            whole = own and pytree.tree_unflatten([rows.array() for rows in self._rows], own.spec)
+            return whole if order is None else restore_order(whole, order)
+        texts = group.gather_object(own and [pytree.treespec_dumps(own.spec), own.are_objects])
+        structures = [_Structure(pytree.treespec_loads(text), kinds) for text, kinds in filter(None, texts)]
+        if any(structure != structures[0] for structure in structures):
+            raise _mismatch("processes", structures)
+        if not structures:
             return None
-        spec, kinds = forms[0]
         joined: list[Any] = []
         # A rank without batches gets the structure from the others and sends no rows.
-        for is_objects, mine in zip_longest(kinds, self._rows):
-            places = _places(group.gather_object(mine.batch_sizes if mine else []), is_interleaved=is_interleaved)
-            places = _in_order(places, order)
-            rows = None if mine is None else mine.array()
+        for is_objects, own_rows in zip_longest(structures[0].are_objects, self._rows):
+            batch_sizes = group.gather_object(own_rows.batch_sizes if own_rows else [])
+            positions = _dataset_positions(_row_positions(batch_sizes, is_interleaved=is_interleaved), order)
+            rows = None if own_rows is None else own_rows.array()
             joined.append(
-                _gather_objects(rows or [], group, places) if is_objects else _gather_rows(rows, group, places)
+                _gather_objects(rows or [], group, positions) if is_objects else _gather_rows(rows, group, positions)
             )
-        return pytree.tree_unflatten(joined, spec)
+        return pytree.tree_unflatten(joined, structures[0].spec)
+
+
+class _Structure(NamedTuple):
+    """The structure of a batch, and which of its leaves are objects."""
+
+    spec: pytree.TreeSpec
+    are_objects: list[bool]
 
 
 class _ObjectRows:
@@ -168,11 +175,12 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
     if isinstance(tree, torch.Tensor):
         return tree
     if isinstance(tree, Mapping):
-        return {key: as_tensors(entry, takes_objects=takes_objects) for key, entry in tree.items() if _is_kept(entry)}
+        items = ((key, value) for key, value in tree.items() if _is_collected(value))
+        return {key: as_tensors(value, takes_objects=takes_objects) for key, value in items}
     if takes_objects and isinstance(tree, list):
         return Objects(map(to_plain, tree))
     if isinstance(tree, (list, tuple)):
-        return tuple(as_tensors(entry, takes_objects=takes_objects) for entry in tree if _is_kept(entry))
+        return tuple(as_tensors(entry, takes_objects=takes_objects) for entry in tree if _is_collected(entry))
     if isinstance(tree, (bool, int, float)) or getattr(getattr(tree, "dtype", None), "kind", "O") in "biufc":
         return torch.as_tensor(tree)
     if takes_objects:
@@ -185,7 +193,7 @@ def as_tensors(tree: Any, *, takes_objects: bool = False) -> Any:
     )
 
 
-def _is_kept(value: Any) -> bool:
+def _is_collected(value: Any) -> bool:
     return value is not None and not is_cache(value)
 
 
@@ -194,19 +202,19 @@ def check_rows(predictions: Any, labels: Any, num_samples: int) -> None:
 
     Lists of objects have one per sample or batch, and a model's ``"loss"`` is known to be one number per batch.
     """
-    num_labels = {len(each) for each in pytree.tree_leaves(labels) if isinstance(each, numpy.ndarray)}
-    leaves, _ = pytree.tree_flatten_with_path(predictions, is_leaf=lambda each: isinstance(each, list))
-    for name, each in ((pytree.keystr(path), each) for path, each in leaves):
-        is_odd = isinstance(each, numpy.ndarray) and len(each) % num_samples and len(each) not in num_labels
+    num_labels = {len(leaf) for leaf in pytree.tree_leaves(labels) if isinstance(leaf, numpy.ndarray)}
+    leaves, _ = pytree.tree_flatten_with_path(predictions, is_leaf=lambda leaf: isinstance(leaf, list))
+    for name, leaf in ((pytree.keystr(path), leaf) for path, leaf in leaves):
+        is_odd = isinstance(leaf, numpy.ndarray) and len(leaf) % num_samples and len(leaf) not in num_labels
         if is_odd and name != "['loss']":
             warn_once(
-                f"predictions{name} has the shape {each.shape} for {num_samples} samples: the model's "
+                f"predictions{name} has the shape {leaf.shape} for {num_samples} samples: the model's "
                 "output has no sample dimension, and its batches were put one after the other. Leave it out with "
                 "ignore_keys or preprocess_logits_for_metrics, or return one row per sample."
             )
 
 
-def put_back(tree: Any, order: Any) -> Any:
+def restore_order(tree: Any, order: Any) -> Any:
     """Return nested arrays with rows in dataset order; arrays of other lengths do not change.
 
     Several rows of a sample, such as the sequences of `num_return_sequences`, stay together.
@@ -214,25 +222,26 @@ def put_back(tree: Any, order: Any) -> Any:
     Args:
         order: The dataset indices of the samples in reading order.
     """
-    return pytree.tree_map(partial(_put_back, order=order), tree, is_leaf=lambda each: isinstance(each, list))
+    return pytree.tree_map(partial(_restore_rows, order=order), tree, is_leaf=lambda leaf: isinstance(leaf, list))
 
 
-def _put_back(found: Any, *, order: Any) -> Any:
-    if found is None or not len(order) or len(found) % len(order):
-        return found
-    per_sample = len(found) // len(order)
-    rows = (numpy.argsort(order)[:, None] * per_sample + numpy.arange(per_sample)).ravel()
-    return [found[row] for row in rows] if isinstance(found, list) else found[rows]
+def _restore_rows(rows: Any, *, order: Any) -> Any:
+    if rows is None or not len(order) or len(rows) % len(order):
+        return rows
+    per_sample = len(rows) // len(order)
+    indices = (numpy.argsort(order)[:, None] * per_sample + numpy.arange(per_sample)).ravel()
+    return [rows[row] for row in indices] if isinstance(rows, list) else rows[indices]
 
 
-def _mismatch(of: str, forms: list[tuple[pytree.TreeSpec, list[bool]]]) -> TaskError:
+def _mismatch(parts: str, structures: list[_Structure]) -> TaskError:
     return TaskError(
-        f"Predictions of several {of} were to be joined.",
+        f"Predictions of several {parts} were to be joined.",
         "They differ in their keys, or in how many tensors they hold.",
         "Return the same structure for each batch, leave the differing outputs out with ignore_keys or "
         "preprocess_logits_for_metrics, or set eval_do_concat_batches=False.",
         structures=[
-            pytree.tree_unflatten(["objects" if each else "tensor" for each in kinds], spec) for spec, kinds in forms
+            pytree.tree_unflatten(["objects" if is_object else "tensor" for is_object in are_objects], spec)
+            for spec, are_objects in structures
         ],
     )
 
@@ -240,49 +249,50 @@ def _mismatch(of: str, forms: list[tuple[pytree.TreeSpec, list[bool]]]) -> TaskE
 # -- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def _places(batch_sizes: Sequence[Sequence[int]], *, is_interleaved: bool) -> list[Array]:
+def _row_positions(batch_sizes: Sequence[Sequence[int]], *, is_interleaved: bool) -> list[Array]:
     """Return for each rank the positions of its rows in the data, from the sizes of its batches."""
-    places: list[list[Array]] = [[numpy.empty(0, numpy.int64)] for _ in batch_sizes]
+    positions: list[list[Array]] = [[numpy.empty(0, numpy.int64)] for _ in batch_sizes]
     in_runs = [[(rank, size) for size in sizes] for rank, sizes in enumerate(batch_sizes)]
     start = 0
     for rank, size in filter(None, chain.from_iterable(zip_longest(*in_runs) if is_interleaved else in_runs)):
-        places[rank].append(numpy.arange(start, start + size))
+        positions[rank].append(numpy.arange(start, start + size))
         start += size
-    return [numpy.concatenate(runs) for runs in places]
+    return [numpy.concatenate(runs) for runs in positions]
 
 
-def _in_order(places: list[Array], order: Any) -> list[Array]:
-    """Return for each rank the positions of its rows in the dataset, for samples read in `order` (see `put_back`)."""
-    total = sum(map(len, places))
+def _dataset_positions(positions: list[Array], order: Any) -> list[Array]:
+    """Return for each rank its rows' positions in the dataset, for samples read in `order`; see `restore_order`."""
+    total = sum(map(len, positions))
     if order is None or not len(order) or total % len(order):
-        return places
+        return positions
     per_sample = total // len(order)
-    place = numpy.empty(len(order), numpy.int64)
-    place[numpy.argsort(order)] = numpy.arange(len(order))
-    return [place[rows // per_sample] * per_sample + rows % per_sample for rows in places]
+    dataset_positions = numpy.empty(len(order), numpy.int64)
+    dataset_positions[numpy.argsort(order)] = numpy.arange(len(order))
+    return [dataset_positions[rows // per_sample] * per_sample + rows % per_sample for rows in positions]
 
 
-def _gather_rows(mine: Array | None, group: Ranks, places: list[Array]) -> Array:
+def _gather_rows(array: Array | None, group: Ranks, positions: list[Array]) -> Array:
     """Join all ranks' rows chunk by chunk, each at its position in the data; collective."""
-    own = None if mine is None else torch.from_numpy(mine)
-    kinds = group.gather_object(None if own is None else [str(own.dtype).removeprefix("torch."), list(own.shape[1:])])
-    examples = [torch.empty((0, *kind[1]), dtype=getattr(torch, kind[0])) for kind in kinds if kind is not None]
+    rows = None if array is None else torch.from_numpy(array)
+    own = None if rows is None else [str(rows.dtype).removeprefix("torch."), list(rows.shape[1:])]
+    kinds = filter(None, group.gather_object(own))
+    examples = [torch.empty((0, *shape), dtype=getattr(torch, dtype)) for dtype, shape in kinds]
     shape, dtype = common_kind(examples)
-    own = examples[0] if own is None else own
-    joined = allocate((sum(map(len, places)), *shape), dtype)
+    rows = examples[0] if rows is None else rows
+    joined = allocate((sum(map(len, positions)), *shape), dtype)
     step = max(1, _CHUNK_BYTES // max(1, joined[:1].nbytes * group.world_size))
-    for start in range(0, max(map(len, places)), step):
-        found = group.gather(padded(own[start : start + step], shape, dtype).to(group.device)).cpu()
-        joined[numpy.concatenate([rank[start : start + step] for rank in places])] = found.numpy()
+    for start in range(0, max(map(len, positions)), step):
+        chunk = group.gather(padded(rows[start : start + step], shape, dtype).to(group.device)).cpu()
+        joined[numpy.concatenate([rank[start : start + step] for rank in positions])] = chunk.numpy()
     return joined
 
 
-def _gather_objects(mine: list[Any], group: Ranks, places: list[Array]) -> list[Any]:
-    joined: list[Any] = [None] * sum(map(len, places))
+def _gather_objects(own_objects: list[Any], group: Ranks, positions: list[Array]) -> list[Any]:
+    joined: list[Any] = [None] * sum(map(len, positions))
     step = max(1, _CHUNK_OBJECTS // group.world_size)
-    for start in range(0, max(map(len, places)), step):
-        told = group.gather_object(encode(mine[start : start + step]))
-        for where, found in zip(places, told, strict=True):
-            for place, value in zip(where[start : start + step].tolist(), decode(found), strict=True):
-                joined[place] = value
+    for start in range(0, max(map(len, positions)), step):
+        gathered = group.gather_object(encode(own_objects[start : start + step]))
+        for rank_positions, objects in zip(positions, gathered, strict=True):
+            for position, value in zip(rank_positions[start : start + step].tolist(), decode(objects), strict=True):
+                joined[position] = value
     return joined

@@ -56,32 +56,32 @@ class SimpleProfiler(_Profiler):
         """Start the clock, and put spans around what the loop calls."""
         self.seconds: dict[str, float] = {"other": 0.0}
         self.counts: dict[str, int] = {"other": 1}
-        self._open, self._since_s = ["other"], time.perf_counter()
-        self._waits = parts.device.type != "cpu"
+        self._open_spans, self._last_s = ["other"], time.perf_counter()
+        self._synchronizes = parts.device.type != "cpu"
         return super().wrap_parts(parts)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        if not hasattr(self, "_open"):  # the training is not ready yet
+        if not hasattr(self, "_open_spans"):  # the training is not ready yet
             yield
             return
-        self._count_to(self._open[-1])
-        self._open.append(name)
+        self._charge_to(self._open_spans[-1])
+        self._open_spans.append(name)
         self.counts[name] = self.counts.get(name, 0) + 1
         try:
             yield
         finally:
-            self._count_to(self._open.pop())
+            self._charge_to(self._open_spans.pop())
 
-    def _count_to(self, name: str) -> None:
-        if self._waits:
+    def _charge_to(self, name: str) -> None:
+        if self._synchronizes:
             torch.accelerator.synchronize()
         now_s = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._since_s
-        self._since_s = now_s
+        self.seconds[name] = self.seconds.get(name, 0.0) + now_s - self._last_s
+        self._last_s = now_s
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._count_to("other")
+        self._charge_to("other")
         if state.is_world_process_zero:
             print(self.table(), flush=True)
 
@@ -89,9 +89,9 @@ class SimpleProfiler(_Profiler):
         """Return the parts as text, the longest first."""
         total = sum(self.seconds.values())
         lines = [f"{'part':<10}{'calls':>9}{'seconds':>11}{'ms/call':>11}{'share':>8}"]
-        for name, spent in sorted(self.seconds.items(), key=lambda item: -item[1]):
-            mean_ms = 1e3 * spent / self.counts[name]
-            lines.append(f"{name:<10}{self.counts[name]:>9}{spent:>11.3f}{mean_ms:>11.3f}{spent / total:>8.1%}")
+        for name, seconds in sorted(self.seconds.items(), key=lambda item: -item[1]):
+            mean_ms = 1e3 * seconds / self.counts[name]
+            lines.append(f"{name:<10}{self.counts[name]:>9}{seconds:>11.3f}{mean_ms:>11.3f}{seconds / total:>8.1%}")
         return "\n".join([*lines, f"{'total':<19}{total:>11.3f}"])
 
 

@@ -43,33 +43,33 @@ class Throughput(TrainerCallback):
 
     def wrap_stepper(self, stepper: Any, *, model: nn.Module, strategy: Any, **_: Any) -> Any:
         """Note the strategy, and the model's own count."""
-        self._strategy, self._own_count = strategy, getattr(model, "floating_point_ops", None)
+        self._strategy, self._model_flops = strategy, getattr(model, "floating_point_ops", None)
         return stepper
 
     def wrap_parts(self, parts: Any) -> Any:
         """Count what the steps do, and add the speed to what is logged."""
         self._counts, self._flops = [0, 0, 0], {}  # type: ignore[var-annotated]
         self._since_s = time.perf_counter()
-        hooks, train = parts.hooks, parts.hooks.training_step
+        hooks, train_step = parts.hooks, parts.hooks.training_step
 
         def training_step(model: Any, batch: Any, num_items: Any) -> Any:
             shapes = str([tensor.shape for tensor in tensors_of(batch)])
-            if not callable(self._own_count) and shapes not in self._flops:
+            if not callable(self._model_flops) and shapes not in self._flops:
                 with self._paused(), FlopCounterMode(display=False) as counter:
-                    loss = train(model, batch, num_items)
+                    loss = train_step(model, batch, num_items)
                 self._flops[shapes] = counter.get_total_flops()
                 return loss
             tokens = batch.get("input_ids") if isinstance(batch, Mapping) else None
-            flops = self._own_count(batch) if callable(self._own_count) else self._flops[shapes]
-            done = (batch_size_of(batch) or 0, 0 if tokens is None else tokens.numel(), flops)
-            self._counts = [count + more for count, more in zip(self._counts, done, strict=True)]
-            return train(model, batch, num_items)
+            flops = self._model_flops(batch) if callable(self._model_flops) else self._flops[shapes]
+            counts = (batch_size_of(batch) or 0, 0 if tokens is None else tokens.numel(), flops)
+            self._counts = [count + more for count, more in zip(self._counts, counts, strict=True)]
+            return train_step(model, batch, num_items)
 
         def log(logs: dict[str, Any]) -> None:
             hooks.log({**logs, **self._speed(parts.device)})
 
-        others = {"evaluate": self._paused()(hooks.evaluate), "save": self._paused()(hooks.save)}
-        return replace(parts, hooks=replace(hooks, training_step=training_step, log=log, **others))
+        paused_hooks = {"evaluate": self._paused()(hooks.evaluate), "save": self._paused()(hooks.save)}
+        return replace(parts, hooks=replace(hooks, training_step=training_step, log=log, **paused_hooks))
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -82,24 +82,24 @@ class Throughput(TrainerCallback):
     def _speed(self, device: torch.device) -> dict[str, float]:
         """Return the speed of all processes since the last log. Collective."""
         now_s = time.perf_counter()
-        own = {"counts": self._counts, "is_copy": bool(self._strategy.data.copy), "seconds": now_s - self._since_s}
-        ranks = self._strategy.gather_object(own)
+        report = {"counts": self._counts, "is_copy": bool(self._strategy.data.copy), "seconds": now_s - self._since_s}
+        ranks = self._strategy.gather_object(report)
         self._counts, self._since_s = [0, 0, 0], now_s
         # Ranks that read the same samples count them once.
-        counted = [rank["counts"] for rank in ranks if not rank["is_copy"]]
-        samples, tokens, flops = (sum(each[index] for each in counted) for index in range(3))
-        if not callable(self._own_count):  # torch counts what each process does, a model what its batch needs
+        distinct = [rank["counts"] for rank in ranks if not rank["is_copy"]]
+        samples, tokens, flops = (sum(counts_of_rank[index] for counts_of_rank in distinct) for index in range(3))
+        if not callable(self._model_flops):  # torch counts what each process does, a model what its batch needs
             flops = sum(rank["counts"][2] for rank in ranks)
         seconds = max(rank["seconds"] for rank in ranks)
         counts = {"samples_per_second": samples, "tokens_per_second": tokens, "flops_per_second": flops}
-        found = {name: count / seconds for name, count in counts.items() if count}
+        speeds = {name: count / seconds for name, count in counts.items() if count}
         peak = self.peak_flops or known_peak(device_name(device))
         if peak and flops:
-            found["mfu"] = flops / seconds / peak / len(ranks)
-            if found["mfu"] > 1:
+            speeds["mfu"] = flops / seconds / peak / len(ranks)
+            if speeds["mfu"] > 1:
                 warn_once(f"The devices did more than peak_flops={peak:.3g} a second: mfu is left out. Correct it.")
-                del found["mfu"]
-        return found
+                del speeds["mfu"]
+        return speeds
 
 
 def known_peak(name: str) -> float | None:
@@ -109,7 +109,7 @@ def known_peak(name: str) -> float | None:
         >>> known_peak("NVIDIA L40S"), known_peak("a toaster")
         (362000000000000.0, None)
     """
-    return next((1e12 * peak for each, peak in _PEAKS.items() if re.search(rf"\b{each}\b", name)), None)
+    return next((1e12 * peak for device, peak in _PEAKS.items() if re.search(rf"\b{device}\b", name)), None)
 
 
 def parameter_table(model: nn.Module, depth: int = 1) -> str:
@@ -124,7 +124,7 @@ def parameter_table(model: nn.Module, depth: int = 1) -> str:
     """
     rows = [("module", "kind", "parameters", "trained")]
     for name, module in model.named_modules():
-        sizes = [(each.numel(), each.requires_grad) for each in module.parameters()]
+        sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
         if sizes and (not name or name.count(".") < depth):
             counts = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
             rows.append((name, type(module).__name__, *(f"{count:,}" for count in counts)))

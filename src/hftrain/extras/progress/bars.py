@@ -74,7 +74,7 @@ def log_texts(logs: Mapping[str, Any], max_str_len: int = 100) -> list[str]:
     """
     texts, measures = [], []
     for name, value in logs.items():
-        ending = next((each for each in _UNITS if name.endswith(f"_{each}")), None)
+        ending = next((unit for unit in _UNITS if name.endswith(f"_{unit}")), None)
         is_number = isinstance(value, (int, float))
         text = number_text(value) if is_number else str(value)
         if isinstance(value, str) and len(value) > max_str_len:

@@ -38,7 +38,7 @@ def rehearse(
     *,
     num_batches: int,
     resume: Path | None,
-    found: Path,
+    existing: Path,
 ) -> TrainOutput:
     """Train, evaluate, save and resume with copies, restore everything, and return the training's result; collective.
 
@@ -51,25 +51,22 @@ def rehearse(
     parent = output_dir if "://" not in str(output_dir) else Path.cwd()
     folder = parent / str(strategy.broadcast_object(f".rehearsal-{uuid.uuid4().hex[:8]}"))
     # A process may have created folders that another one then found, so the shortest path is taken.
-    found = Path(min(strategy.gather_object(str(found)), key=len))
+    existing = Path(min(strategy.gather_object(str(existing)), key=len))
     # Initialise the device: its generators can be saved only once they exist.
     torch.empty(0, device=strategy.device)
     first, second = _Director(num_batches, acts=True), _Director(1, acts=False)
     start_s = time.perf_counter()
     try:
-        with preserved_rng(), warnings.catch_warnings():
-            # A copied optimizer lacks the wrapper around `step` with which torch's schedules detect its calls.
-            warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-            with copies(trainer, parts, folder, first):
-                output = run(resume)
-            _free()
-            if first.saved_step is not None and not args.save_only_model:
-                with copies(trainer, parts, folder, second):
-                    run(folder / checkpoint_name(first.saved_step))
+        with copies(trainer, parts, folder, first):
+            output = run(resume)
+        _free()
+        if first.saved_step is not None and not args.save_only_model:
+            with copies(trainer, parts, folder, second):
+                run(folder / checkpoint_name(first.saved_step))
     finally:
         # The process that wrote the files deletes them.
         if strategy.is_local_main if args.save_on_each_node else strategy.is_main:
-            clear(folder, output_dir, found=found)
+            clear(folder, output_dir, existing=existing)
         _free()
     # No process continues before the files are deleted.
     strategy.barrier()
@@ -82,12 +79,14 @@ def rehearse(
 def copies(trainer: TrainerHooks, parts: TrainerParts, folder: Path, director: TrainerCallback) -> Iterator[None]:
     """Train copies, into another folder and with an extra callback; restore all attributes of a Trainer afterwards."""
     handler, callbacks = trainer.callback_handler, list(trainer.callback_handler.callbacks)
-    evaluated = trainer.eval_dataset
-    datasets = [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, Mapping) else [evaluated])]
+    eval_sets = trainer.eval_dataset
+    datasets = [trainer.train_dataset, *(eval_sets.values() if isinstance(eval_sets, Mapping) else [eval_sets])]
     try:
-        stateful = [each for each in vars(parts).values() if isinstance(each, TrainerPart)]
-        owned = trainer.args, trainer.state, trainer.control, *callbacks
-        with preserved(trainer, parts, *stateful, *owned), preserved_data(*datasets):
+        own_parts = (part for part in vars(parts).values() if isinstance(part, TrainerPart))
+        stateful = trainer, parts, *own_parts, trainer.args, trainer.state, trainer.control, *callbacks
+        with preserved(*stateful), preserved_data(*datasets), preserved_rng(), warnings.catch_warnings():
+            # A copied optimizer lacks the wrapper around `step` with which torch's schedules detect its calls.
+            warnings.filterwarnings("ignore", "Seems like `optimizer.step")
             _copy_parts(trainer, parts)
             trainer.args.output_dir, trainer.args.push_to_hub = str(folder), False
             # With fast_dev_run the constructor added no trackers, but a finder may still have them.
@@ -99,9 +98,9 @@ def copies(trainer: TrainerHooks, parts: TrainerParts, folder: Path, director: T
         handler.refresh(model=trainer.model, optimizer=trainer.optimizer, lr_scheduler=trainer.lr_scheduler)
 
 
-def _copy_parts(trainer: TrainerHooks, own: TrainerParts) -> None:
+def _copy_parts(trainer: TrainerHooks, trainer_parts: TrainerParts) -> None:
     """Copy model, optimizer, schedule and loops together because they refer to each other."""
-    adopted = own.model
+    adopted = trainer_parts.model
     try:
         if trainer.model_init is not None:
             trainer.loops = copy.deepcopy(trainer.loops)
@@ -109,10 +108,10 @@ def _copy_parts(trainer: TrainerHooks, own: TrainerParts) -> None:
         parts = trainer.task, adopted.outermost, trainer.optimizer, trainer.lr_scheduler, trainer.loops
         trainer.task, adopted.outermost, trainer.optimizer, trainer.lr_scheduler, trainer.loops = copy.deepcopy(parts)
     except Exception as error:
-        held = ", its optimizer or its loop" if trainer.loops else " or its optimizer"
+        what_else = ", its optimizer or its loop" if trainer.loops else " or its optimizer"
         raise TaskError(
             f"Cannot use fast_dev_run={trainer.fast_dev_run}.",
-            f"It trains a copy, and {type(trainer.model).__name__}{held} cannot be copied: {error!r}.",
+            f"It trains a copy, and {type(trainer.model).__name__}{what_else} cannot be copied: {error!r}.",
             "Pass model_init=, a function that makes the model, or leave fast_dev_run out.",
         ) from error
     trainer.model, trainer.model_wrapped = trainer.task.model, adopted.outermost
@@ -165,19 +164,19 @@ def _free() -> None:
     empty_cache()
 
 
-def clear(folder: Path, output_dir: Path, *, found: Path) -> None:
+def clear(folder: Path, output_dir: Path, *, existing: Path) -> None:
     """Delete the files written."""
     shutil.rmtree(folder, ignore_errors=True)
     # These folders were created to check that they are writable; folders that are not empty are kept.
     with contextlib.suppress(OSError):
-        for made in takewhile(found.__ne__, (output_dir, *output_dir.parents)):
-            made.rmdir()
+        for folder_made in takewhile(existing.__ne__, (output_dir, *output_dir.parents)):
+            folder_made.rmdir()
 
 
 def _summary(args: TrainingArguments, first: _Director, second: _Director, *, size: int, took_s: float) -> str:
     num_batches = first.num_steps
-    later = first.step_s[1:] or first.step_s
-    step_s = sum(later) / len(later) if later else 0.0
+    steady = first.step_s[1:] or first.step_s
+    step_s = sum(steady) / len(steady) if steady else 0.0
     lines = [f"Dry run with fast_dev_run={num_batches} took {took_s:.1f} s; its files were removed."]
     lines.append(f"  train     {len(first.step_s)} steps of {size} samples, {step_s:.3g} s each after the first")
     for name, runtime_s in first.evaluated.items():

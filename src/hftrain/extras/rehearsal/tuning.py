@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from hftrain.run.parts import TrainerHooks
 from hftrain.storage.files import existing_part
 from hftrain.trainer.parts import TrainerParts
 
-_SMOOTHING, _DIVERGED = 0.9, 4.0
+_SMOOTHING, _DIVERGENCE_RATIO = 0.9, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +88,12 @@ class Tuner:
                 "optimizer itself sets its rate.",
                 "Correct them, or use strategy='ddp', 'fsdp' or one process.",
             )
-        rise = [min_lr * (max_lr / min_lr) ** (step / (num_steps - 1)) for step in range(num_steps)]
+        schedule = [min_lr * (max_lr / min_lr) ** (step / (num_steps - 1)) for step in range(num_steps)]
         losses: list[float] = []  # outside, because the callback's attributes are restored
-        with self._trial(_Rise(rise, losses), max_steps=num_steps):
+        with self._trial(_RisingRate(schedule, losses), max_steps=num_steps):
             self._train(self._trainer)
-        rates = rise[: len(losses)]
-        return RateTrial(rates, losses, _below_lowest(rates, losses))
+        rates = schedule[: len(losses)]
+        return RateTrial(rates, losses, _suggest_rate(rates, losses))
 
     def batch_size(self, *, most: int = 8192) -> int:
         """Double `per_device_train_batch_size`, up to `most`, until memory runs out; return the largest that worked.
@@ -104,7 +103,7 @@ class Tuner:
         """
         from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-        trainer, works = self._trainer, 0
+        trainer, largest = self._trainer, 0
         if trainer.strategy.world_size > 1:
             raise ConfigError(
                 f"Cannot look for a batch size on {trainer.strategy.world_size} processes.",
@@ -112,18 +111,18 @@ class Tuner:
                 "Look for it in one process, or set auto_find_batch_size=True, which agrees before the first step.",
             )
         size, data = trainer.args.per_device_train_batch_size, trainer.train_dataset
-        while not works or size <= (min(most, len(data)) if has_length(data) else most):
+        while not largest or size <= (min(most, len(data)) if has_length(data) else most):
             try:
                 with self._trial(TrainerCallback(), max_steps=2, per_device_train_batch_size=size):
                     self._train(trainer)
             except RuntimeError as error:
-                if not works or not should_reduce_batch_size(error):
+                if not largest or not should_reduce_batch_size(error):
                     raise
                 break
             finally:
                 clear_device_cache(garbage_collection=True)
-            works, size = size, 2 * size
-        return works
+            largest, size = size, 2 * size
+        return largest
 
     def loader(self, num_workers: Sequence[int] = (0, 1, 2, 4), *, num_batches: int = 50) -> dict[int, float]:
         """Read training batches with several numbers of workers; return batches per second, the best first.
@@ -132,7 +131,7 @@ class Tuner:
             num_workers: Values of `dataloader_num_workers`.
             num_batches: How many batches to read with each.
         """
-        found = {}
+        speeds = {}
         for number in num_workers:
             data = self._trainer.train_dataset
             with temporarily(self._trainer.args, dataloader_num_workers=number), preserved_rng(), preserved_data(data):
@@ -140,9 +139,9 @@ class Tuner:
                 next(batches)  # starts the workers
                 start_s = time.perf_counter()
                 num_read = sum(1 for batch in islice(batches, num_batches) if batch_size_of(batch) != 0)
-                found[number] = num_read / (time.perf_counter() - start_s)
+                speeds[number] = num_read / (time.perf_counter() - start_s)
                 del batches
-        rates: Mapping[str, float] = self._trainer.strategy.broadcast_object({str(k): v for k, v in found.items()})
+        rates: Mapping[str, float] = self._trainer.strategy.broadcast_object({str(k): v for k, v in speeds.items()})
         return {int(k): rates[k] for k in sorted(rates, key=lambda name: -rates[name])}
 
     @contextmanager
@@ -151,32 +150,32 @@ class Tuner:
         trainer, strategy = self._trainer, self._trainer.strategy
         strategy.launch()
         output_dir, name = trainer.output_dir, strategy.broadcast_object(f".tuning-{uuid.uuid4().hex[:8]}")
-        found, folder = existing_part(output_dir), (output_dir if "://" not in str(output_dir) else Path.cwd()) / name
+        existing = existing_part(output_dir)
+        folder = (output_dir if "://" not in str(output_dir) else Path.cwd()) / name
         quiet = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "eval_on_start": False}
         quiet |= {"logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False}
         try:
-            with preserved_rng(), warnings.catch_warnings(), copies(trainer, self._parts, folder, director):
-                warnings.filterwarnings("ignore", "Seems like `optimizer.step")
+            with copies(trainer, self._parts, folder, director):
                 for setting, value in {**quiet, **settings}.items():
                     setattr(trainer.args, setting, value)
                 handler = trainer.callback_handler
-                handler.callbacks[:] = filter(_is_of_trials, handler.callbacks)
+                handler.callbacks[:] = filter(_runs_in_trials, handler.callbacks)
                 handler.refresh()
                 yield
         finally:
             if strategy.is_main:
-                clear(folder, output_dir, found=found)
+                clear(folder, output_dir, existing=existing)
             strategy.barrier()
 
 
-def _is_of_trials(callback: Any) -> bool:
-    bars, judges = extra("progress"), extra("early_stopping").EarlyStoppingCallback
-    left_out = (PrinterCallback, bars.ProgressCallback, bars.SummaryCallback, judges)
-    return not (isinstance(callback, left_out) or bars.is_notebook_table(callback))
+def _runs_in_trials(callback: Any) -> bool:
+    bars, stopper = extra("progress"), extra("early_stopping").EarlyStoppingCallback
+    excluded = (PrinterCallback, bars.ProgressCallback, bars.SummaryCallback, stopper)
+    return not (isinstance(callback, excluded) or bars.is_notebook_table(callback))
 
 
 @dataclass(eq=False)
-class _Rise(TrainerCallback):
+class _RisingRate(TrainerCallback):
     """Set the rate of each step, and stop once the loss diverges."""
 
     rates: list[float]
@@ -196,15 +195,15 @@ class _Rise(TrainerCallback):
         if "loss" in logs:
             self.losses.append(float(logs["loss"]))
             best = min(self.losses)
-            if not math.isfinite(self.losses[-1]) or (best > 0 and self.losses[-1] > _DIVERGED * best):
+            if not math.isfinite(self.losses[-1]) or (best > 0 and self.losses[-1] > _DIVERGENCE_RATIO * best):
                 control.should_training_stop = True
 
 
-def _below_lowest(rates: list[float], losses: list[float]) -> float | None:
+def _suggest_rate(rates: list[float], losses: list[float]) -> float | None:
     """Return a tenth of the rate with the lowest smoothed loss; None if that is hardly below the first one."""
-    mean, smooth = 0.0, []
+    mean, smoothed = 0.0, []
     for number, loss in enumerate(losses, 1):
         mean = _SMOOTHING * mean + (1 - _SMOOTHING) * loss
-        smooth.append(mean / (1 - _SMOOTHING**number))
-    lowest = min(filter(math.isfinite, smooth), default=math.inf)
-    return rates[smooth.index(lowest)] / 10 if smooth and lowest < smooth[0] - 0.01 * abs(smooth[0]) else None
+        smoothed.append(mean / (1 - _SMOOTHING**number))
+    lowest = min(filter(math.isfinite, smoothed), default=math.inf)
+    return rates[smoothed.index(lowest)] / 10 if smoothed and lowest < smoothed[0] - 0.01 * abs(smoothed[0]) else None

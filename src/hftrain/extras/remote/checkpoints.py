@@ -18,7 +18,7 @@ from hftrain.storage import files
 # The folders in which machines without shared storage hand over their files.
 _PARCEL = ".parcel-"
 # Marks a folder without a manifest as an unfinished upload or deletion of a run; the run's id follows.
-_CLAIM = ".incomplete-"
+_INCOMPLETE = ".incomplete-"
 _MAX_MANIFEST_BYTES = 1 << 28
 
 logger = get_logger(__name__)
@@ -85,20 +85,20 @@ class RemoteCheckpoints(Checkpoints):
         """
         self._cache = {}  # read them again
         manifests = self.manifests()
-        found = None
+        path = None
         for name, manifest in reversed(manifests.items()):
             try:
                 if manifest is None:
                     raise self._damaged(name, f"It has no {MANIFEST} that can be trusted")
                 if is_asked_for(manifest):
-                    found = self.fetch(name)
+                    path = self.fetch(name)
                     break
             except UnreachableError:
                 raise
             except CheckpointError as error:
                 logger.warning("Skipped %s when looking for the newest checkpoint: %s", name, error)
-        self._report_unpublished(manifests, None if found is None else found.name)
-        return found
+        self._report_unpublished(manifests, None if path is None else path.name)
+        return path
 
     def rotate(self, run_id: str, limit: int | None, kept: Callable[[Mapping[str, Manifest]], set[str]]) -> None:
         """Delete a run's oldest checkpoints beyond the limit; failures only warn."""
@@ -126,7 +126,7 @@ class RemoteCheckpoints(Checkpoints):
     def remove(self, name: str, run_id: str) -> None:
         """Delete a checkpoint of a run, its manifest first; failures only warn."""
         try:
-            self._claim(name, run_id)
+            self._mark_incomplete(name, run_id)
             self.folder.delete_file(f"{name}/{MANIFEST}")
             self.folder.delete_folder(name)
         except OSError as error:
@@ -134,38 +134,38 @@ class RemoteCheckpoints(Checkpoints):
 
     def _upload(self, path: Path, run_id: str) -> None:
         self.note(path.name, None)
-        claim = self._claim(path.name, run_id)
+        marker = self._mark_incomplete(path.name, run_id)
         names = [file.relative_to(path).as_posix() for file in files.walk_files(path)]
-        there = self.folder.sizes(path.name).keys() - {claim}
+        existing = self.folder.sizes(path.name).keys() - {marker}
         # The manifest first; new files replace those of the same name.
-        for name in sorted(there & {MANIFEST}) + sorted(there - {*names}):
+        for name in sorted(existing & {MANIFEST}) + sorted(existing - {*names}):
             self.folder.delete_file(f"{path.name}/{name}")
         for name in sorted(names, key=lambda name: name == MANIFEST):
             if name == MANIFEST:
                 self._check_sizes(path, names)
             self.folder.upload(path / name, f"{path.name}/{name}")
         self.note(path.name, read_manifest(path))
-        self.folder.delete_file(f"{path.name}/{claim}")
+        self.folder.delete_file(f"{path.name}/{marker}")
         logger.info("Uploaded %s to %s.", path.name, self.folder.url)
 
     def _check_sizes(self, path: Path, names: list[str]) -> None:
         """Raise if sizes in the store are wrong, before the manifest is uploaded."""
-        found = self.folder.sizes(path.name)
+        sizes = self.folder.sizes(path.name)
         for name in names:
             size = (path / name).stat().st_size
-            if name != MANIFEST and found.get(name) != size:
-                raise OSError(f"{path.name}/{name} has {found.get(name)} bytes there instead of {size}")
+            if name != MANIFEST and sizes.get(name) != size:
+                raise OSError(f"{path.name}/{name} has {sizes.get(name)} bytes there instead of {size}")
 
-    def _claim(self, name: str, run_id: str) -> str:
-        self.folder.write(f"{name}/{_CLAIM}{run_id}", "")
-        return f"{_CLAIM}{run_id}"
+    def _mark_incomplete(self, name: str, run_id: str) -> str:
+        self.folder.write(f"{name}/{_INCOMPLETE}{run_id}", "")
+        return f"{_INCOMPLETE}{run_id}"
 
     def _sweep(self, run_id: str, *, besides: str) -> None:
         """Delete leftovers of killed processes of this run, once: no other process can leave any later."""
         for name in [] if self._has_swept else self.names():
             if name != besides:
-                found = self.folder.sizes(name)
-                if MANIFEST not in found and f"{_CLAIM}{run_id}" in found:
+                sizes = self.folder.sizes(name)
+                if MANIFEST not in sizes and f"{_INCOMPLETE}{run_id}" in sizes:
                     self.folder.delete_folder(name)
         self._has_swept = True
 
@@ -174,6 +174,7 @@ class RemoteCheckpoints(Checkpoints):
         return read_manifest(folder)
 
     def _fetch(self, name: str) -> Path:
+        """Download into a staging folder and commit that, so that a killed fetch leaves no half checkpoint."""
         sizes = self.folder.sizes(name)
         if sizes.get(MANIFEST, 0) > _MAX_MANIFEST_BYTES:
             raise self._damaged(name, f"Its {MANIFEST} has {sizes[MANIFEST]} bytes")
@@ -197,21 +198,21 @@ class RemoteCheckpoints(Checkpoints):
     def _download(self, name: str, staged: Path, manifest: Manifest | None, sizes: Mapping[str, int]) -> None:
         expected = sizes if manifest is None else {file: record["size"] for file, record in manifest.files.items()}
         for file, size in expected.items():
-            inside = inner_path(staged, file)
+            target = inner_path(staged, file)
             if sizes.get(file) != size:
                 raise self._damaged(f"{name}/{file}", f"It has {sizes.get(file)} bytes instead of {size}")
-            self.folder.download(f"{name}/{file}", inside)
+            self.folder.download(f"{name}/{file}", target)
         if manifest is not None and verify(staged).step != checkpoint_step(name):
             raise self._damaged(name, f"It was saved at step {manifest.step}, as another folder")
 
-    def _report_unpublished(self, manifests: Mapping[str, Manifest | None], found: str | None) -> None:
+    def _report_unpublished(self, manifests: Mapping[str, Manifest | None], latest: str | None) -> None:
         """Warn of a checkpoint in the mirror whose upload failed, if it is newer than the one found."""
-        newest = manifests.get(found or "")
+        newest = manifests.get(latest or "")
         for name, manifest in reversed(LocalCheckpoints(self.mirror).manifests().items()):
             is_newer = newest is None or (
                 manifest is not None
                 and manifest.facts.get("run_id") == newest.facts.get("run_id")
-                and commit_order(name, manifest) > commit_order(found or "", newest)
+                and commit_order(name, manifest) > commit_order(latest or "", newest)
             )
             if manifest is not None and is_newer and name not in manifests:
                 logger.warning(

@@ -17,7 +17,7 @@ from hftrain.storage.files import check_url, mirror_of, walk_files
 
 # Seconds between attempts, in addition to retries of the store's package.
 _WAITS_S = (0.5, 1.0, 2.0, 4.0)
-_FINAL = (FileNotFoundError, PermissionError, NotImplementedError, ValueError, TypeError)
+_NOT_RETRIED = (FileNotFoundError, PermissionError, NotImplementedError, ValueError, TypeError)
 
 logger = get_logger(__name__)
 
@@ -55,7 +55,7 @@ class RemoteFolder:
     def names(self) -> list[str]:
         """List the direct children of the folder, sorted; empty if it does not exist."""
         try:
-            return sorted({Path(entry["name"].rstrip("/")).name for entry in self._ask("ls", "", detail=True)})
+            return sorted({Path(entry["name"].rstrip("/")).name for entry in self._request("ls", "", detail=True)})
         except FileNotFoundError:
             return []
 
@@ -63,14 +63,14 @@ class RemoteFolder:
         """Map the files below a folder, by relative name, to their sizes in bytes; empty if there are none."""
         root = self._path(folder) + "/"
         try:
-            found = self._ask("find", folder, detail=True)
+            entries = self._request("find", folder, detail=True)
         except FileNotFoundError:
             return {}
-        return {path.partition(root)[2]: int(entry["size"] or 0) for path, entry in found.items() if root in path}
+        return {path.partition(root)[2]: int(entry["size"] or 0) for path, entry in entries.items() if root in path}
 
     def upload(self, path: Path, name: str) -> None:
         """Upload a local file; complete on return."""
-        self._do("put_file", name, str(path), self._path(name))
+        self._call_with_retries("put_file", name, str(path), self._path(name))
 
     def write(self, name: str, text: str) -> None:
         """Write a small file."""
@@ -82,7 +82,7 @@ class RemoteFolder:
     def download(self, name: str, path: Path) -> None:
         """Download a file to a local path, whose folder is created if needed."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._do("get_file", name, self._path(name), str(path))
+        self._call_with_retries("get_file", name, self._path(name), str(path))
 
     def mirror(self, name: str, path: Path) -> None:
         """Download a file to a local path; if there is no such file, delete that at the path."""
@@ -94,35 +94,35 @@ class RemoteFolder:
     def delete_file(self, name: str) -> None:
         """Delete a file, if it exists."""
         with suppress(FileNotFoundError):
-            self._ask("rm_file", name)
+            self._request("rm_file", name)
 
     def delete_folder(self, name: str) -> None:
         """Delete a folder and its contents, if it exists."""
         with suppress(FileNotFoundError):
-            self._ask("rm", name, recursive=True)
+            self._request("rm", name, recursive=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 
-    def _ask(self, method: str, name: str, **options: Any) -> Any:
+    def _request(self, method: str, name: str, **options: Any) -> Any:
         # Others write here too, and some stores cache listings.
         self._fs.invalidate_cache()
-        return self._do(method, name, self._path(name), **options)
+        return self._call_with_retries(method, name, self._path(name), **options)
 
-    def _do(self, method: str, name: str, *arguments: str, **options: Any) -> Any:
-        what = f"{method} {name}"
+    def _call_with_retries(self, method: str, name: str, *arguments: str, **options: Any) -> Any:
+        description = f"{method} {name}"
         for wait_s in (*_WAITS_S, None):
             try:
                 with _same_random_numbers():
                     return getattr(self._fs, method)(*arguments, **options)
-            except _FINAL as error:
+            except _NOT_RETRIED as error:
                 if isinstance(error, OSError):
                     raise
-                raise OSError(f"{what}: {type(error).__name__}: {error}") from error
+                raise OSError(f"{description}: {type(error).__name__}: {error}") from error
             except Exception as error:
                 if wait_s is None:
-                    raise OSError(f"{what}: {type(error).__name__}: {error}") from error
-                logger.warning("%s: %s failed, and is tried again: %r", self.url, what, error)
+                    raise OSError(f"{description}: {type(error).__name__}: {error}") from error
+                logger.warning("%s: %s failed, and is tried again: %r", self.url, description, error)
                 # Random, because many processes may have had the same failure.
                 time.sleep(wait_s * random.SystemRandom().uniform(0.5, 1.5))
         raise AssertionError
@@ -158,23 +158,23 @@ class Mirror:
         self.url = url
         self.folder = mirror_of(url)
         self._is_left_out = is_left_out
-        self._published = self._stamps()
+        self._published = self._file_stamps()
         self._lock = threading.Lock()
 
     def publish(self) -> None:
         """Upload the files written since the last call, or since this object was created; from any thread."""
         with self._lock:
-            for name, stamp in self._stamps().items():
+            for name, stamp in self._file_stamps().items():
                 if self._published.get(name) != stamp:
                     RemoteFolder(self.url).upload(self.folder / name, name)
                     self._published[name] = stamp
 
-    def _stamps(self) -> dict[str, tuple[int, int, int]]:
+    def _file_stamps(self) -> dict[str, tuple[int, int, int]]:
         """Map each file to a key that changes when it is written or replaced, even within one clock tick."""
-        found = {}
+        stamps = {}
         for path in walk_files(self.folder):
             name = path.relative_to(self.folder)
             if path.is_file() and not any(part.startswith(".") or self._is_left_out(part) for part in name.parts):
                 stat = path.stat()
-                found[name.as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-        return found
+                stamps[name.as_posix()] = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+        return stamps

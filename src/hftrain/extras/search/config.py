@@ -32,7 +32,7 @@ class SearchConfig:
 
 # Reports the objective to a backend, after `step` and with the `folder` of the checkpoints; raises to end the trial.
 Report = Callable[..., None]
-# Trains and evaluates once with a trial and options of `trying`, and returns the objective or objectives.
+# Trains and evaluates once with a trial and options of `trial_settings`, and returns the objective or objectives.
 Attempt = Callable[..., Any]
 
 # In the order of preference.
@@ -46,17 +46,17 @@ _REQUIREMENTS = {
 def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
     """Return the requested backend, or the first installed one of optuna, ray and wandb."""
     if name is None:
-        found = next((each for each, (package, _) in _REQUIREMENTS.items() if is_available(package)), None)
-        if found is None:
-            packages = ", ".join(package for package, _ in _REQUIREMENTS.values())
-            raise MissingDependencyError(
-                "Cannot run hyperparameter_search().",
-                f"No backend is installed: {packages}.",
-                "Run: pip install 'hftrain[search]' (for optuna), or install one of the others.",
-            )
-        return found
-    known = [each.value for each in HPSearchBackend]
-    check_known(name, known, f"Cannot use backend={name!r}.", "No search backend has that name.")
+        for backend, (package, _) in _REQUIREMENTS.items():
+            if is_available(package):
+                return backend
+        packages = ", ".join(package for package, _ in _REQUIREMENTS.values())
+        raise MissingDependencyError(
+            "Cannot run hyperparameter_search().",
+            f"No backend is installed: {packages}.",
+            "Run: pip install 'hftrain[search]' (for optuna), or install one of the others.",
+        )
+    names = [backend_known.value for backend_known in HPSearchBackend]
+    check_known(name, names, f"Cannot use backend={name!r}.", "No search backend has that name.")
     backend = HPSearchBackend(name)
     if backend is HPSearchBackend.SIGOPT:
         raise ConfigError(
@@ -72,7 +72,7 @@ def choose_backend(name: str | HPSearchBackend | None) -> HPSearchBackend:
 def check_directions(direction: Any, backend: HPSearchBackend) -> tuple[str, ...]:
     """Return the direction of each objective."""
     directions = tuple(direction) if isinstance(direction, (list, tuple)) else (direction,)
-    if not directions or any(each not in DIRECTIONS for each in directions):
+    if not directions or any(name not in DIRECTIONS for name in directions):
         raise ConfigError(
             "Cannot use this direction.",
             "It is neither 'minimize' nor 'maximize', nor a list of these.",

@@ -68,7 +68,7 @@ def default_compute_objective(metrics: Mapping[str, Any]) -> float:
         >>> default_compute_objective({"eval_loss": 0.5, "eval_f1": 0.75, "eval_precision": 0.5, "epoch": 3.0})
         1.25
     """
-    losses, scores = _split(metrics)
+    losses, scores = _split_losses_and_scores(metrics)
     summands = scores or losses
     if not summands or not all(isinstance(value, (int, float)) for value in summands.values()):
         raise ConfigError(
@@ -89,29 +89,29 @@ def minimized_objective(metrics: Mapping[str, Any], *, is_task: bool) -> float:
     Raises:
         ConfigError: As `default_compute_objective`; or a task reports metrics without a loss.
     """
-    losses, others = _split(metrics)
+    losses, scores = _split_losses_and_scores(metrics)
     remedy = "pass direction='maximize' for the sum of the metrics, or compute_objective."
-    if is_task and others:
+    if is_task and scores:
         if not losses:
             raise ConfigError(
                 "Cannot compute an objective from the evaluation's metrics.",
-                f"The task reports no loss, and its metrics would be minimized: {', '.join(others)}.",
+                f"The task reports no loss, and its metrics would be minimized: {', '.join(scores)}.",
                 f"P{remedy[1:]}",
             )
         losses = {"eval_loss": losses["eval_loss"]} if "eval_loss" in losses else losses
-        chosen, left_out = " + ".join(losses), ", ".join(others)
-        warn_once(f"hyperparameter_search() minimizes {chosen}, not {left_out}. For another objective, {remedy}")
+        minimized, ignored = " + ".join(losses), ", ".join(scores)
+        warn_once(f"hyperparameter_search() minimizes {minimized}, not {ignored}. For another objective, {remedy}")
         return default_compute_objective(losses)
-    if others:
-        warn_once(f"hyperparameter_search() minimizes {' + '.join(others)}. If more is better, {remedy}")
+    if scores:
+        warn_once(f"hyperparameter_search() minimizes {' + '.join(scores)}. If more is better, {remedy}")
     return default_compute_objective(metrics)
 
 
-def _split(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    kept = {
+def _split_losses_and_scores(metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    metrics_only = {
         name: value
         for name, value in metrics.items()
         if name not in _COUNTS and not name.endswith(_NOT_METRICS) and "_mem_" not in name
     }
-    losses = {name: value for name, value in kept.items() if name.endswith("loss")}
-    return losses, {name: value for name, value in kept.items() if name not in losses}
+    losses = {name: value for name, value in metrics_only.items() if name.endswith("loss")}
+    return losses, {name: value for name, value in metrics_only.items() if name not in losses}

@@ -15,7 +15,7 @@ from hftrain.strategies.base import Strategy
 Result = BestRun | list[BestRun]
 
 # The arguments that hftrain sets itself.
-_OURS = {"direction", "directions", "func", "self", "n_trials"}
+_SET_BY_HFTRAIN = {"direction", "directions", "func", "self", "n_trials"}
 
 
 def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strategy) -> Result:
@@ -29,29 +29,30 @@ def search_with_optuna(config: SearchConfig, attempt: Attempt, *, group: Strateg
     """
     import optuna
 
-    known = _known(optuna.create_study), _known(optuna.Study.optimize)
-    _check_options(config.options, known[0] | known[1])
-    creating, running = ({name: value for name, value in config.options.items() if name in each} for each in known)
-    has_one = len(config.directions) == 1
+    of_study, of_optimize = _parameter_names(optuna.create_study), _parameter_names(optuna.Study.optimize)
+    _check_options(config.options, of_study | of_optimize)
+    study_options = {name: value for name, value in config.options.items() if name in of_study}
+    optimize_options = {name: value for name, value in config.options.items() if name in of_optimize}
+    is_single = len(config.directions) == 1
 
     def attempt_trial(trial: Any) -> Any:
-        report = partial(report_to_optuna, trial) if has_one else None
+        report = partial(report_to_optuna, trial) if is_single else None
         return attempt(trial, space=config.space, report=report)
 
     def run(objective: Any) -> Result:
         directions: list[Any] = list(config.directions)
-        study = optuna.create_study(**creating, directions=directions)
-        study.optimize(objective, n_trials=config.num_trials, **running)
-        best = study.best_trials
-        if not best:
+        study = optuna.create_study(**study_options, directions=directions)
+        study.optimize(objective, n_trials=config.num_trials, **optimize_options)
+        best_trials = study.best_trials
+        if not best_trials:
             raise ConfigError(
                 f"Cannot determine the best of {len(study.trials)} trials.",
                 "None completed with a number: they were pruned, failed, or returned NaN.",
                 "Let the pruner wait for more steps, or narrow hp_space.",
             )
-        if has_one:
-            return BestRun(str(best[0].number), best[0].values[0], best[0].params)
-        return [BestRun(str(trial.number), list(trial.values), trial.params) for trial in best]
+        if is_single:
+            return BestRun(str(best_trials[0].number), best_trials[0].values[0], best_trials[0].params)
+        return [BestRun(str(trial.number), list(trial.values), trial.params) for trial in best_trials]
 
     if group.world_size == 1:
         return run(attempt_trial)
@@ -67,8 +68,8 @@ def report_to_optuna(trial: Any, values: Any, *, step: int, folder: str = "") ->
         raise optuna.TrialPruned(f"Pruned at step {step} with {values}.")
 
 
-def _known(function: Any) -> set[str]:
-    return {name for name in inspect.signature(function).parameters if name not in _OURS}
+def _parameter_names(function: Any) -> set[str]:
+    return {name for name in inspect.signature(function).parameters if name not in _SET_BY_HFTRAIN}
 
 
 def _check_options(options: Mapping[str, Any], known: set[str]) -> None:
@@ -152,7 +153,7 @@ def search_together(
 ) -> Result:
     """Run a search on the main process and each of its trials, with `attempt`, on all. Collective."""
     if not group.is_main:
-        return _follow(attempt, group)
+        return _join_trials(attempt, group)
 
     def lead(trial: Any) -> Any:
         group.broadcast_object({"number": trial.number})
@@ -163,23 +164,24 @@ def search_together(
     except BaseException as error:
         group.broadcast_object({"error": f"{type(error).__name__}: {error}"})
         raise
-    is_one = isinstance(result, BestRun)
-    group.broadcast_object({"is_one": is_one, "best": [result] if is_one else result})
+    is_single = isinstance(result, BestRun)
+    group.broadcast_object({"is_one": is_single, "best": [result] if is_single else result})
     return result
 
 
-def _follow(attempt: Callable[[Any], Any], group: Strategy) -> Result:
+def _join_trials(attempt: Callable[[Any], Any], group: Strategy) -> Result:
+    """Train each trial that the main process announces, until it announces the result."""
     failure: Exception | None = None
-    while "number" in (told := group.broadcast_object(None)):
+    while "number" in (message := group.broadcast_object(None)):
         failure = None
         try:
-            attempt(SharedTrial(None, number=told["number"], group=group))
+            attempt(SharedTrial(None, number=message["number"], group=group))
         except Exception as error:
             # The main process raised it too (for a pruned trial, say) and decides whether the search continues.
             failure = error
-    if "error" in told:
+    if "error" in message:
         raise StrategyError(
-            "Cannot run hyperparameter_search().", f"The main process ended it: {told['error']}", ""
+            "Cannot run hyperparameter_search().", f"The main process ended it: {message['error']}", ""
         ) from failure
-    best = [BestRun(*each) for each in told["best"]]
-    return best[0] if told["is_one"] else best
+    runs = [BestRun(*fields) for fields in message["best"]]
+    return runs[0] if message["is_one"] else runs

@@ -35,16 +35,14 @@ def search_with_ray(config: SearchConfig, attempt: Attempt, *, evaluates: bool) 
             "It decides by a trial's intermediate results, and no evaluation runs while training.",
             "Set eval_strategy='steps' or 'epoch', or leave the scheduler out.",
         )
-    num_gpus = 1 if torch.cuda.is_available() else 0
-    options.setdefault("resources_per_trial", {"cpu": 1, **({"gpu": 1} if num_gpus else {})})
-    mode = config.directions[0][:3]
+    options.setdefault("resources_per_trial", {"cpu": 1, **({"gpu": 1} if torch.cuda.is_available() else {})})
+    mode, scope = config.directions[0][:3], config.scope
     trainable = tune.with_parameters(run_trial, attempt=attempt)
     with preserved_signals():
         analysis = tune.run(trainable, config=config.space(None), num_samples=config.num_trials or 1, **options)
-    best = analysis.get_best_trial(OBJECTIVE, mode, scope=config.scope)
+    best = analysis.get_best_trial(OBJECTIVE, mode, scope=scope)
     if best is None:
         raise ConfigError("Cannot determine the best trial.", "No trial reported a number.", "Look into Ray's results.")
-    scope = config.scope
     kind = f"{scope}-avg" if scope.startswith("last-") else scope if scope in ("last", "avg") else mode
     value = best.metric_analysis[OBJECTIVE][kind]
     return BestRun(best.trial_id, value, best.config, analysis)
@@ -57,10 +55,10 @@ def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
     """
     from ray import tune
 
-    told: list[Any] = []
+    reported: list[Any] = []
 
     def report(values: Any, *, step: int, folder: str) -> None:
-        told.append(values)
+        reported.append(values)
         saved = by_commit(Path(folder))
         checkpoint = tune.Checkpoint.from_directory(str(saved[-1])) if saved else None
         tune.report({OBJECTIVE: values, "step": step}, checkpoint=checkpoint)
@@ -72,5 +70,5 @@ def run_trial(config: dict[str, Any], *, attempt: Attempt) -> None:
     else:
         with previous.as_directory() as folder:
             values = attempt(config, run_id=run_id, report=report, resume=folder)
-    if told[-1:] != [values]:
+    if reported[-1:] != [values]:
         tune.report({OBJECTIVE: values})

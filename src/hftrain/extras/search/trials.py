@@ -78,15 +78,15 @@ class TrialRun:
 
     def objectives(self, number: int) -> Any:
         """Return the objective as a number, or several as a list."""
-        found = list(self.values) if isinstance(self.values, (list, tuple)) else [self.values]
-        if len(found) != number:
+        values = list(self.values) if isinstance(self.values, (list, tuple)) else [self.values]
+        if len(values) != number:
             raise ConfigError(
                 "Cannot use what compute_objective(metrics) returned.",
-                f"It returned {len(found)} values for {number} directions.",
+                f"It returned {len(values)} values for {number} directions.",
                 "Return as many numbers as direction= has entries.",
                 values=self.values,
             )
-        numbers = [float(each) for each in found]
+        numbers = [float(value) for value in values]
         return numbers if number > 1 else numbers[0]
 
     def describe(self, state: TrainerState) -> None:
@@ -113,32 +113,32 @@ def search_trials(
 ) -> BestRun | list[BestRun]:
     """Do what the documented `hyperparameter_search` does; collective."""
     _check_search(trainer, parts)
-    chosen = trainer.hp_search_backend = choose_backend(backend)
+    backend_name = trainer.hp_search_backend = choose_backend(backend)
     try:
         config = SearchConfig(
-            space=space or SPACES[chosen],
+            space=space or SPACES[backend_name],
             num_trials=num_trials,
-            directions=check_directions(direction, chosen),
+            directions=check_directions(direction, backend_name),
             options=options,
             scope=trainer.args.ray_scope or "last",
         )
         default: Objective = default_compute_objective
         if config.directions == ("minimize",):
             default = partial(minimized_objective, is_task=not isinstance(trainer.task, ModelTask))
-        attempt = partial(_attempt, trainer, parts, follow, len(config.directions))
+        attempt = partial(_train_trial, trainer, parts, follow, len(config.directions))
         attempt = partial(attempt, compute_objective=compute_objective or default, hp_name=hp_name)
         # Each trial creates its own, and Ray's processes must not receive these.
         trainer.accelerator = None
-        if chosen is HPSearchBackend.OPTUNA:
+        if backend_name is HPSearchBackend.OPTUNA:
             trainer.strategy.launch()
             return search_with_optuna(config, attempt, group=trainer.strategy)
         if trainer.strategy.world_size > 1:
             raise ConfigError(
-                f"Cannot use backend={chosen.value!r} on {trainer.strategy.world_size} processes.",
+                f"Cannot use backend={backend_name.value!r} on {trainer.strategy.world_size} processes.",
                 "It runs trials in processes that it chooses itself.",
                 "Launch one process, or use backend='optuna', whose trials run on all processes together.",
             )
-        if chosen is HPSearchBackend.WANDB:
+        if backend_name is HPSearchBackend.WANDB:
             return search_with_wandb(config, attempt)
         with _portable(trainer.callback_handler):
             return search_with_ray(config, attempt, evaluates=trainer.args.eval_strategy != "no")
@@ -146,7 +146,7 @@ def search_trials(
         trainer.hp_search_backend = None
 
 
-def _attempt(
+def _train_trial(
     trainer: Any,
     parts: TrainerParts,
     follow: Callable[[], None],
@@ -156,7 +156,7 @@ def _attempt(
     resume: str | None = None,
     **options: Any,
 ) -> Any:
-    with trying(trainer, parts, follow, trial, **options) as run:
+    with trial_settings(trainer, parts, follow, trial, **options) as run:
         trainer.train(resume_from_checkpoint=resume, trial=trial)
         if run.step != trainer.state.global_step or trainer.args.load_best_model_at_end:
             # The trial's final model has not been evaluated.
@@ -165,7 +165,7 @@ def _attempt(
 
 
 @contextmanager
-def trying(
+def trial_settings(
     trainer: Any,
     parts: TrainerParts,
     follow: Callable[[], None],
@@ -183,7 +183,7 @@ def trying(
         space: Returns the values of a trial; None takes the values it has suggested already.
         run_id: The backend's name of the trial; None takes the number of an Optuna trial.
     """
-    args, noise, given = trainer.args, trainer.neftune_noise_alpha, trainer.args.neftune_noise_alpha
+    args, noise, noise_setting = trainer.args, trainer.neftune_noise_alpha, trainer.args.neftune_noise_alpha
     model_init = check_model_init(trainer.model_init, asked="train(trial=...)")
     is_dict = isinstance(trial, Mapping)
     if not is_dict and not hasattr(trial, "suggest_float"):
@@ -205,7 +205,7 @@ def trying(
                 logger.warning("Only model_init(trial) sees these hyper-parameters, no setting does: %s.", unknown)
             if name is not None:
                 args.output_dir = parts.output.below(name)
-            if args.neftune_noise_alpha != given:
+            if args.neftune_noise_alpha != noise_setting:
                 trainer.neftune_noise_alpha = args.neftune_noise_alpha
             run = TrialRun(trial=trial, name=name, params=params, compute_objective=compute, report=report)
             parts.trial_run, parts.hooks.trial, trainer.hp_name = run, trial, hp_name
@@ -276,15 +276,15 @@ def _portable(handler: CallbackHandler) -> Iterator[None]:
     """Remove callbacks that cannot be pickled, and replace the notebook's progress bar; restore them at the end."""
     from ray import cloudpickle
 
-    callbacks, travelling, bars = list(handler.callbacks), [], extra("progress")
+    callbacks, picklable, bars = list(handler.callbacks), [], extra("progress")
     for callback in callbacks:
         try:
             cloudpickle.dumps(callback)
         except Exception as error:
             logger.warning("Ray's trials run without %s, which cannot be pickled: %s", type(callback).__name__, error)
         else:
-            travelling.append(bars.ProgressCallback() if bars.is_notebook_table(callback) else callback)
-    handler.callbacks[:] = travelling
+            picklable.append(bars.ProgressCallback() if bars.is_notebook_table(callback) else callback)
+    handler.callbacks[:] = picklable
     handler.refresh()
     try:
         yield

@@ -33,8 +33,8 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
     Returns:
         The names that are not settings.
     """
-    known = {field.name: str(field.type) for field in dataclasses.fields(args) if field.init}
-    unknown = [name for name in values if name not in known]
+    types = {field.name: str(field.type) for field in dataclasses.fields(args) if field.init}
+    unknown = [name for name in values if name not in types]
     if unknown and not is_for_model:
         raise ConfigError(
             f"Cannot set the hyper-parameter {unknown[0]!r}.",
@@ -50,7 +50,7 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
             "Set it in the arguments, and make a Trainer for each of its values.",
             **{name: values[name] for name in fixed},
         )
-    for name, kind in known.items():
+    for name, kind in types.items():
         if name in values:
             setattr(args, name, _cast(name, values[name], kind))
     resolve(args)
@@ -60,7 +60,7 @@ def apply_hyperparameters(args: Any, values: Mapping[str, Any], *, is_for_model:
 def _cast(name: str, value: Any, kind: str) -> Any:
     """Return a value cast to a setting's type (its annotation); raise if that would change it."""
     value = value.item() if hasattr(value, "item") else value
-    types = {each.strip() for each in kind.split("|")}
+    types = {name_of_type.strip() for name_of_type in kind.split("|")}
     if value is None or isinstance(value, Enum) or not types & {"int", "float", "bool"}:
         return value
     try:

@@ -27,14 +27,14 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt) -> BestRun:
     for option in options:
         check_known(option, _OPTIONS, f"Cannot use hyperparameter_search({option}=...).", "A sweep has no such option.")
     metric, direction = options.get("metric") or "objective", config.directions[0]
-    where = {name: options.get(name) for name in ("project", "entity")}
+    project = {name: options.get(name) for name in ("project", "entity")}
     sweep_id = options.get("sweep_id")
     if sweep_id is None:
-        asked = {**config.space(None), "metric": {"name": metric, "goal": direction}}
+        sweep = {**config.space(None), "metric": {"name": metric, "goal": direction}}
         if options.get("name") is not None:
-            asked["name"] = options["name"]
-        sweep_id = wandb.sweep(asked, **where)
-    found: list[BestRun] = []
+            sweep["name"] = options["name"]
+        sweep_id = wandb.sweep(sweep, **project)
+    runs: list[BestRun] = []
     failures: list[Exception] = []
 
     def run_trial() -> None:
@@ -47,7 +47,7 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt) -> BestRun:
             values = dict(run.config)
             objective = attempt(values, run_id=run.id, report=report)
             run.log({metric: objective})
-            found.append(BestRun(run.id, objective, values))
+            runs.append(BestRun(run.id, objective, values))
         except Exception as error:
             # The agent swallows the exception.
             failures.append(error)
@@ -55,9 +55,9 @@ def search_with_wandb(config: SearchConfig, attempt: Attempt) -> BestRun:
         finally:
             run.finish()
 
-    wandb.agent(sweep_id, function=run_trial, count=config.num_trials, **where)
-    if not found:
+    wandb.agent(sweep_id, function=run_trial, count=config.num_trials, **project)
+    if not runs:
         raise ConfigError(
             "Cannot determine the best trial of the sweep.", "No trial completed.", "Look at the sweep's log."
         ) from (failures[-1] if failures else None)
-    return (max if direction == "maximize" else min)(found, key=lambda run: run.objective)
+    return (max if direction == "maximize" else min)(runs, key=lambda run: run.objective)

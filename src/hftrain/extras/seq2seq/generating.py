@@ -27,39 +27,40 @@ _LIMITS = ("max_new_tokens", "max_length")
 # -- before anything runs --------------------------------------------------------------------------------------------
 
 
-def load_generation_config(given: Any) -> Any:
+def load_generation_config(config_or_path: Any) -> Any:
     """Return a generation config from a Hub name, a folder or a file; return an object unchanged.
 
     Raises:
         ConfigError: It cannot be loaded, or it is not a generation config.
         MissingDependencyError: Loading needs transformers, which is not installed.
     """
-    if not isinstance(given, (str, Path)):
-        if not hasattr(given, "to_dict"):
-            raise _no_config(given, f"A {type(given).__name__} is not a generation config: it has no to_dict method.")
-        return _validated(given)
-    require("transformers", feature=f"generation_config={str(given)!r}", extra="transformers")
+    if not isinstance(config_or_path, (str, Path)):
+        if not hasattr(config_or_path, "to_dict"):
+            kind = type(config_or_path).__name__
+            raise _config_error(config_or_path, f"A {kind} is not a generation config: it has no to_dict method.")
+        return _validate(config_or_path)
+    require("transformers", feature=f"generation_config={str(config_or_path)!r}", extra="transformers")
     from transformers import GenerationConfig
 
-    path = Path(given).expanduser()
+    path = Path(config_or_path).expanduser()
     try:
         if path.is_file():
             config = GenerationConfig.from_pretrained(path.parent, path.name)
         else:
-            config = GenerationConfig.from_pretrained(path if path.is_dir() else str(given))
+            config = GenerationConfig.from_pretrained(path if path.is_dir() else str(config_or_path))
     except (OSError, ValueError) as error:
-        raise _no_config(given, f"It cannot be loaded: {error}") from error
-    return _validated(config)
+        raise _config_error(config_or_path, f"It cannot be loaded: {error}") from error
+    return _validate(config)
 
 
-def _validated(config: Any) -> Any:
+def _validate(config: Any) -> Any:
     """Raise now if the model could not be saved with a generation config of transformers."""
     validate = getattr(config, "validate", None)
     if callable(validate) and accepts(validate, "strict"):
         try:
             validate(strict=True)
         except ValueError as error:
-            raise _no_config(config, str(error), "Correct the settings that it names.") from error
+            raise _config_error(config, str(error), "Correct the settings that it names.") from error
     return config
 
 
@@ -73,7 +74,7 @@ def prepare_generation(args: Any, strategy: Strategy, task: TaskModule, model: A
     if config is not None:
         if not hasattr(model, "generation_config"):
             name = type(model).__name__
-            raise _no_config(
+            raise _config_error(
                 config,
                 f"{name} has no attribute generation_config, which its generate would read.",
                 "Add it, or use generation_max_length, generation_num_beams and the arguments of evaluate().",
@@ -122,16 +123,16 @@ def _check_evaluates_plainly(args: Any, task: TaskModule) -> None:
         )
 
 
-def _no_config(given: Any, reason: str, remedy: str | None = None) -> ConfigError:
+def _config_error(config: Any, reason: str, remedy: str | None = None) -> ConfigError:
     remedy = remedy or "Pass a GenerationConfig, a folder with generation_config.json, or the name of a model."
-    return ConfigError("Cannot use this generation_config.", reason, remedy, generation_config=given)
+    return ConfigError("Cannot use this generation_config.", reason, remedy, generation_config=config)
 
 
 # -- one batch -------------------------------------------------------------------------------------------------------
 
 
 def run_generate(
-    model: nn.Module, inputs: Any, *, bare: Any, options: dict[str, Any], label_names: list[str]
+    model: nn.Module, inputs: Any, *, trainer_model: Any, options: dict[str, Any], label_names: list[str]
 ) -> torch.Tensor:
     """Generate token ids from one batch.
 
@@ -139,24 +140,24 @@ def run_generate(
         model: The model without the strategy's wrapper.
         bare: The Trainer's model; it generates if `model` has no `generate`, as after tracing.
     """
-    generate: Any = getattr(model, "generate", bare.generate)
-    found = generate(**_prompts(inputs, generate, label_names=label_names), **options)
-    tokens: torch.Tensor = getattr(found, "sequences", found)
+    generate: Any = getattr(model, "generate", trainer_model.generate)
+    output = generate(**_prompts(inputs, generate, label_names=label_names), **options)
+    tokens: torch.Tensor = getattr(output, "sequences", output)
     return tokens
 
 
-def limited(options: Mapping[str, Any], own: Any) -> dict[str, Any]:
+def drop_unset(options: Mapping[str, Any], model_config: Any) -> dict[str, Any]:
     """Return the options of `generate` that are not None; a `max_length` then counts more than the config's limit."""
-    chosen = {name: value for name, value in options.items() if value is not None}
-    config = chosen.get("generation_config", own)
-    if "max_length" in chosen and "max_new_tokens" not in chosen and getattr(config, "max_new_tokens", None):
-        chosen["max_new_tokens"] = None
-    return chosen
+    settings = {name: value for name, value in options.items() if value is not None}
+    config = settings.get("generation_config", model_config)
+    if "max_length" in settings and "max_new_tokens" not in settings and getattr(config, "max_new_tokens", None):
+        settings["max_new_tokens"] = None
+    return settings
 
 
-def longest_output(options: Mapping[str, Any], own: Any) -> int | None:
+def longest_output(options: Mapping[str, Any], model_config: Any) -> int | None:
     """Return the maximum length of generated sequences, from the options of `generate` or the model's own config."""
-    config = options.get("generation_config", own)
+    config = options.get("generation_config", model_config)
     num_new, length = (options.get(n) if n in options else getattr(config, n, None) for n in _LIMITS)
     # Count the start token, which precedes the new ones.
     return length if num_new is None else num_new + 1
@@ -165,25 +166,25 @@ def longest_output(options: Mapping[str, Any], own: Any) -> int | None:
 def _prompts(inputs: Mapping[str, Any], generate: Callable[..., Any], *, label_names: list[str]) -> dict[str, Any]:
     """Return the batch entries that `generate` accepts, without labels and decoder inputs derived from them."""
     labels, decoder = inputs.get("labels"), inputs.get("decoder_input_ids")
-    left_out = {"labels", *label_names}
+    excluded = {"labels", *label_names}
     if labels is not None and decoder is not None and labels.shape == decoder.shape:
-        left_out |= {"decoder_input_ids", "decoder_attention_mask"}
-    return {name: value for name, value in inputs.items() if name not in left_out and accepts(generate, name)}
+        excluded |= {"decoder_input_ids", "decoder_attention_mask"}
+    return {name: value for name, value in inputs.items() if name not in excluded and accepts(generate, name)}
 
 
 # -- padding ---------------------------------------------------------------------------------------------------------
 
 
-def padding_token(tool: Any, model: Any) -> int | None:
+def padding_token(processor: Any, model: Any) -> int | None:
     """Return the padding token, or the end token if there is none; None if neither is defined."""
-    sources = (tool, getattr(tool, "tokenizer", None), getattr(model, "generation_config", None))
+    sources = (processor, getattr(processor, "tokenizer", None), getattr(model, "generation_config", None))
     for name in ("pad_token_id", "eos_token_id"):
         for source in (*sources, getattr(model, "config", None)):
-            found = getattr(source, name, None)
+            token = getattr(source, name, None)
             # There may be several end tokens.
-            found = found[0] if isinstance(found, (list, tuple)) else found
-            if found is not None:
-                return int(found)
+            token = token[0] if isinstance(token, (list, tuple)) else token
+            if token is not None:
+                return int(token)
     return None
 
 

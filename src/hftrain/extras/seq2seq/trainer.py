@@ -17,8 +17,8 @@ from hftrain.core.types import PredictionOutput
 from hftrain.evaluation.preparation import generates
 from hftrain.extras.seq2seq.generating import (
     check_taken,
+    drop_unset,
     fill_with,
-    limited,
     load_generation_config,
     longest_output,
     padding_token,
@@ -87,9 +87,9 @@ class Seq2SeqTrainer(Trainer):
             **gen_kwargs: Arguments of `generate`, such as `max_length` and `num_beams` (1 is greedy), or `weights` and
                 `ckpt` of `Trainer.evaluate`.
         """
-        own = {name: gen_kwargs.pop(name) for name in ("weights", "ckpt") if name in gen_kwargs}
+        eval_kwargs = {name: gen_kwargs.pop(name) for name in ("weights", "ckpt") if name in gen_kwargs}
         with self._generating(gen_kwargs):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **own)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **eval_kwargs)
 
     def predict(
         self,
@@ -103,9 +103,9 @@ class Seq2SeqTrainer(Trainer):
         Returns:
             (predictions, label_ids, metrics); token ids, padded with the padding token or else the end-of-text token.
         """
-        own = {name: gen_kwargs.pop(name) for name in ("weights", "ckpt") if name in gen_kwargs}
+        predict_kwargs = {name: gen_kwargs.pop(name) for name in ("weights", "ckpt") if name in gen_kwargs}
         with self._generating(gen_kwargs):
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix, **own)
+            return super().predict(test_dataset, ignore_keys, metric_key_prefix, **predict_kwargs)
 
     def prediction_step(
         self,
@@ -126,12 +126,12 @@ class Seq2SeqTrainer(Trainer):
         assert isinstance(task, ModelTask)
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            bare: Any = self.model
+            whole: Any = self.model
             # An override may pass, or have set, what replaces the settings of the call.
-            options = limited(gen_kwargs or self._gen_kwargs, getattr(bare, "generation_config", None))
-            own = {"synced_gpus": True, **options} if self.strategy.shards_model else options
-            shown = self.strategy.unwrap(model)
-            tokens = run_generate(shown, inputs, bare=bare, options=own, label_names=self.label_names)
+            options = drop_unset(gen_kwargs or self._gen_kwargs, getattr(whole, "generation_config", None))
+            kwargs = {"synced_gpus": True, **options} if self.strategy.shards_model else options
+            module = self.strategy.unwrap(model)
+            tokens = run_generate(module, inputs, trainer_model=whole, options=kwargs, label_names=self.label_names)
             labels = task.labels_of(inputs)
             has_loss = labels is not None or task.can_return_loss
             # Last, because an override of compute_loss may pop the labels from the batch.
@@ -141,7 +141,7 @@ class Seq2SeqTrainer(Trainer):
             loss = self._trainer_hooks.compute_loss(model, inputs).detach() if has_loss else None
             if mean is not None:
                 mean.see(loss, None)
-        length = longest_output(options, getattr(bare, "generation_config", None))
+        length = longest_output(options, getattr(whole, "generation_config", None))
         if length is not None:
             tokens = self._pad_tensors_to_max_len(tokens, length)
             if isinstance(labels, torch.Tensor) and labels.dim() > 1:
@@ -161,22 +161,22 @@ class Seq2SeqTrainer(Trainer):
         # The arguments of the current evaluate() or predict(), and with those of the training arguments.
         self._call_kwargs: dict[str, Any] = {}
         self._gen_kwargs = self._with_defaults({})
-        given = getattr(self.args, "generation_config", None)
-        self._generation_config = None if given is None else load_generation_config(given)
+        config = getattr(self.args, "generation_config", None)
+        self._generation_config = None if config is None else load_generation_config(config)
 
     def _on_adopted(self) -> None:
         super()._on_adopted()
         prepare_generation(self.args, self.strategy, self.task, self.model, config=self._generation_config)
 
-    def _with_defaults(self, given: dict[str, Any]) -> dict[str, Any]:
-        return generation_options(self.args, given) if isinstance(self.args, Seq2SeqTrainingArguments) else given
+    def _with_defaults(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return generation_options(self.args, kwargs) if isinstance(self.args, Seq2SeqTrainingArguments) else kwargs
 
     def _generating(self, gen_kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Set a call's arguments of `generate` while it runs; nested calls inherit them."""
         if generates(self.args):
             check_taken(self.model, gen_kwargs)
-        given = {**self._call_kwargs, **gen_kwargs}
-        return temporarily(self, _call_kwargs=given, _gen_kwargs=self._with_defaults(given))
+        kwargs = {**self._call_kwargs, **gen_kwargs}
+        return temporarily(self, _call_kwargs=kwargs, _gen_kwargs=self._with_defaults(kwargs))
 
     def _find_filler(self) -> Callable[[Any], Any] | None:
         token = padding_token(self.processing_class, self.model)
@@ -186,17 +186,17 @@ class Seq2SeqTrainer(Trainer):
         return fill_with(token)
 
 
-def generation_options(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def generation_options(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of `generate` for a call: those given, then those of the training arguments.
 
     Args:
         given: The keyword arguments of `evaluate` or `predict`; None counts as not given. A `generation_config` among
             them replaces all settings of the training arguments.
     """
-    chosen = {name: value for name, value in given.items() if value is not None}
-    if "generation_config" not in chosen:
-        if "max_new_tokens" not in chosen and args.generation_max_length is not None:
-            chosen.setdefault("max_length", args.generation_max_length)
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    if "generation_config" not in options:
+        if "max_new_tokens" not in options and args.generation_max_length is not None:
+            options.setdefault("max_length", args.generation_max_length)
         if args.generation_num_beams is not None:
-            chosen.setdefault("num_beams", args.generation_num_beams)
-    return chosen
+            options.setdefault("num_beams", args.generation_num_beams)
+    return options

@@ -56,8 +56,8 @@ class TrackerCallback(TrainerCallback, ExportableState):
         self._folder = Path.cwd()
         self._is_open = self._is_broken = self._has_trained = self._is_training = False
         self._num_failed = 0
-        self._saved: tuple[Path, int] | None = None
-        self._end: Any = None
+        self._last_checkpoint: tuple[Path, int] | None = None
+        self._finalizer: Any = None
 
     @staticmethod
     def rename(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,16 +92,16 @@ class TrackerCallback(TrainerCallback, ExportableState):
             "log_every": state.logging_steps,
             "step": state.global_step,
         }
-        wanted = self.run_id
+        previous_id = self.run_id
         try:
-            self.logger.start(RunFacts(**facts, run_id=wanted))
+            self.logger.start(RunFacts(**facts, run_id=previous_id))
         except Exception as error:
-            if wanted is None:
+            if previous_id is None:
                 raise
-            logger.warning("Tracker %s cannot continue run %s: %s", self._name, wanted, _reason(error))
+            logger.warning("Tracker %s cannot continue run %s: %s", self._name, previous_id, _reason(error))
             self.logger.start(RunFacts(**facts))
         self.run_id = self.logger.run_id
-        if state.global_step > 0 and (wanted is None or self.run_id != wanted):
+        if state.global_step > 0 and (previous_id is None or self.run_id != previous_id):
             logger.warning("Tracker %s starts a new run for the resumed training.", self._name)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -118,7 +118,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
         if last is not None and last is not self and not last._is_training:
             last.close()
         self._last[self._name] = weakref.ref(self)
-        self._is_broken, self._has_trained, self._num_failed, self._saved = False, True, 0, None
+        self._is_broken, self._has_trained, self._num_failed, self._last_checkpoint = False, True, 0, None
         self._is_training = True
         self._open(args, state, kwargs.get("model"))
 
@@ -148,9 +148,9 @@ class TrackerCallback(TrainerCallback, ExportableState):
         if not state.is_world_process_zero or self.logger.artifacts == "no":
             return
         folder = local_folder(args.output_dir, start=self._folder)
-        self._saved = folder / f"checkpoint-{state.global_step}", state.global_step
+        self._last_checkpoint = folder / f"checkpoint-{state.global_step}", state.global_step
         if self.logger.artifacts == "checkpoint" and self._is_open:
-            self._try(self.logger.log_artifact, *self._saved)
+            self._try(self.logger.log_artifact, *self._last_checkpoint)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Upload the best or last checkpoint if requested, and flush the tracker."""
@@ -169,7 +169,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
     def close(self) -> None:
         """End the tracker's run; a later log continues or starts one."""
         if self._is_open:
-            self._end.detach()
+            self._finalizer.detach()
             self._is_open = False
             self._try(self.logger.close)
 
@@ -183,7 +183,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
             self._is_open = self._try(self.setup, args, state, model)
             self._is_broken = not self._is_open
             if self._is_open:
-                self._end = weakref.finalize(self, _close, self.logger)
+                self._finalizer = weakref.finalize(self, _close, self.logger)
             else:
                 _close(self.logger)
         return self._is_open
@@ -192,7 +192,7 @@ class TrackerCallback(TrainerCallback, ExportableState):
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
         if best and is_url(best):
             best = str(local_folder(args.output_dir, start=self._folder) / Path(best).name)
-        folder, step = (Path(best), state.best_global_step or 0) if best else self._saved or (None, 0)
+        folder, step = (Path(best), state.best_global_step or 0) if best else self._last_checkpoint or (None, 0)
         if folder is None:
             logger.warning("Tracker %s uploads no model: no checkpoint was saved.", self._name)
         else:
@@ -205,8 +205,8 @@ class TrackerCallback(TrainerCallback, ExportableState):
         except Exception as error:
             self._num_failed += 1
             if self._num_failed == 1:
-                what = f"Tracker {self._name} failed ({call.__name__}): {_reason(error)}"
-                logger.warning("%s Training continues.", what)
+                failure = f"Tracker {self._name} failed ({call.__name__}): {_reason(error)}"
+                logger.warning("%s Training continues.", failure)
             return False
         return True
 
@@ -237,21 +237,21 @@ def tracker_callback(logger: Logger | str) -> Any:
     For a tracker that only transformers reports to, it is the class of transformers' callback.
     """
     name = logger if isinstance(logger, str) else logger.name or type(logger).__name__
-    own = None if isinstance(logger, str) else logger
-    kind = TrackerCallback.by_tracker.get(name)
-    if kind is not None:
-        return kind(logger=own)
-    if own is None:
-        known = installed_tracker(name)
-        if isinstance(known, type) and issubclass(known, HandedOnTracker):
-            return known.callback_class()
-        own = create_logger(name)
+    instance = None if isinstance(logger, str) else logger
+    callback_class = TrackerCallback.by_tracker.get(name)
+    if callback_class is not None:
+        return callback_class(logger=instance)
+    if instance is None:
+        logger_class = installed_tracker(name)
+        if isinstance(logger_class, type) and issubclass(logger_class, HandedOnTracker):
+            return logger_class.callback_class()
+        instance = create_logger(name)
     title = "".join(word[:1].upper() + word[1:] for word in name.replace("-", "_").split("_"))
     # A separate class, so that states in checkpoints and `remove_callback` can distinguish trackers.
     body = {"__doc__": f"Report to {name}.", "__qualname__": f"tracker_callback.<locals>.{title}Callback"}
-    made: type[TrackerCallback] = type(f"{title}Callback", (TrackerCallback,), body)
-    made.tracker, made.by_tracker[name] = name, made
-    return made(logger=own)
+    subclass: type[TrackerCallback] = type(f"{title}Callback", (TrackerCallback,), body)
+    subclass.tracker, subclass.by_tracker[name] = name, subclass
+    return subclass(logger=instance)
 
 
 class ClearMLCallback(TrackerCallback, tracker="clearml"):

@@ -30,7 +30,7 @@ def with_trackers(args: Any, callbacks: Sequence[Any], loggers: Any, *, is_rehea
     if is_rehearsal:
         return without_trackers([*reporting, *callbacks])
     folder = str(args.output_dir)
-    if not all(isinstance(each, TrackerCallback) for each in reporting) and not is_url(folder):
+    if not all(isinstance(callback, TrackerCallback) for callback in reporting) and not is_url(folder):
         # Callbacks of transformers write to the folder, which its Trainer creates at once.
         Path(folder).mkdir(parents=True, exist_ok=True)
     return [*reporting, *callbacks]
@@ -49,8 +49,8 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
     Args:
         given: The `loggers` argument of the Trainer; takes precedence over `report_to`.
     """
-    asked = args.report_to if given is None else given
-    if asked is None:
+    requested = args.report_to if given is None else given
+    if requested is None:
         names = available_loggers()
         if names and args.process_index == 0:
             logger.info(
@@ -59,17 +59,18 @@ def trackers_asked(args: Any, given: Any = None) -> list[str | Logger]:
                 ", ".join(names),
             )
         return list(names)
-    asked = list(asked) if isinstance(asked, Iterable) and not isinstance(asked, str) else [asked]
-    wanted: list[str | Logger] = []
-    for each in asked:
-        wanted += available_loggers() if each == "all" else [] if each == "none" else [_check(each)]
+    requested = list(requested) if isinstance(requested, Iterable) and not isinstance(requested, str) else [requested]
+    trackers: list[str | Logger] = []
+    for tracker in requested:
+        if tracker != "none":
+            trackers += available_loggers() if tracker == "all" else [_checked_tracker(tracker)]
     # The environment of a Kubeflow TrainJob requests reports.
     job: Any = known_loggers.resolve("kubeflow")[0]
     if job.why_off() is None and job.missing_packages():
         warn_once("The Kubeflow TrainJob hears no progress: install transformers, whose callback reports it.")
     elif job.why_off() is None:
-        wanted.append("kubeflow")
-    return [each for each in dict.fromkeys(wanted) if isinstance(each, Logger) or _replaced(each) or not _is_off(each)]
+        trackers.append("kubeflow")
+    return list(filter(_is_on, dict.fromkeys(trackers)))
 
 
 def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any]) -> list[Any]:
@@ -79,10 +80,10 @@ def tracker_callbacks(trackers: Sequence[str | Logger], *, besides: Sequence[Any
         besides: The user's own callbacks; a tracker that one of them reports to is left out.
     """
     kinds = set(map(_kind, besides))
-    fed = {kind.tracker for kind in kinds if issubclass(kind, TrackerCallback)}
-    wanted = [each for each in trackers if isinstance(each, Logger) or each not in fed]
-    found = [_replaced(each) or tracker_callback(each) for each in wanted]
-    return [each for each in found if not (isinstance(each, type) and any(issubclass(kind, each) for kind in kinds))]
+    reported = {kind.tracker for kind in kinds if issubclass(kind, TrackerCallback)}
+    missing = [tracker for tracker in trackers if isinstance(tracker, Logger) or tracker not in reported]
+    callbacks = [_library_callback(tracker) or tracker_callback(tracker) for tracker in missing]
+    return [new for new in callbacks if not (isinstance(new, type) and any(issubclass(kind, new) for kind in kinds))]
 
 
 def _kind(callback: Any) -> type:
@@ -90,17 +91,17 @@ def _kind(callback: Any) -> type:
     return callback if isinstance(callback, type) else type(callback)
 
 
-def _replaced(tracker: str | Logger) -> Any:
+def _library_callback(tracker: str | Logger) -> Any:
     """Return the callback, or its class, that a library gave transformers for a tracker's name; None without one."""
-    found = tracker_of(tracker) if isinstance(tracker, str) else None
-    owner = getattr(found, "__module__", "").split(".")[0]
-    return None if owner in ("hftrain", "transformers") else found
+    replacement = tracker_of(tracker) if isinstance(tracker, str) else None
+    owner = getattr(replacement, "__module__", "").split(".")[0]
+    return None if owner in ("hftrain", "transformers") else replacement
 
 
-def _check(tracker: Any) -> Any:
+def _checked_tracker(tracker: Any) -> Any:
     """Return a tracker or its name unchanged; raise for anything else."""
     if isinstance(tracker, str):
-        _ = _replaced(tracker) or known_loggers.summary(tracker)
+        _ = _library_callback(tracker) or known_loggers.summary(tracker)
     elif not isinstance(tracker, Logger):
         kind = f"the class {tracker.__name__}" if isinstance(tracker, type) else f"a {type(tracker).__name__}"
         raise ConfigError(
@@ -113,12 +114,14 @@ def _check(tracker: Any) -> Any:
     return tracker
 
 
-def _is_off(name: str) -> bool:
-    kind: Any = known_loggers.resolve(name)[0]
-    reason = kind.why_off()
-    if reason is not None:
-        warn_once(f"Cannot report to tracker {name!r}, because {reason}: nothing is reported to it.")
-    return reason is not None
+def _is_on(tracker: str | Logger) -> bool:
+    """Tell whether this machine can report to a tracker, and warn if not; a logger of the user's is always on."""
+    if isinstance(tracker, Logger) or _library_callback(tracker):
+        return True
+    kind: Any = known_loggers.resolve(tracker)[0]
+    if (reason := kind.why_off()) is not None:
+        warn_once(f"Cannot report to tracker {tracker!r}, because {reason}: nothing is reported to it.")
+    return reason is None
 
 
 def as_pixels(image: Any) -> np.ndarray[Any, Any]:

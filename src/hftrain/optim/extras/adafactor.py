@@ -17,13 +17,13 @@ def adafactor(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClas
 
     Source: Shazeer and Stern, 2018, arXiv 1804.04235; the documented `Adafactor`.
     """
-    cls = _for_shards(load("transformers.optimization:Adafactor", "transformers", config, extra="transformers"))
+    cls = _with_sharded_means(load("transformers.optimization:Adafactor", "transformers", config, extra="transformers"))
     options = read_options(config, {"clip_threshold": float, "decay_rate": float, "beta1": float | None})
     return cls, {"lr": config.learning_rate, "scale_parameter": False, "relative_step": False, **options}
 
 
 @cache
-def _for_shards(base: Any) -> Any:
+def _with_sharded_means(base: Any) -> Any:
     """Return Adafactor with means that fit a sharded gradient (`DTensor`); its own are plain tensors."""
 
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -37,11 +37,11 @@ def _place_means(optimizer: Any, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter.grad, DTensor):
-                _place(optimizer.state[parameter], parameter.grad, has_mean=group["beta1"] is not None)
+                _place_state(optimizer.state[parameter], parameter.grad, has_mean=group["beta1"] is not None)
 
 
 @torch.no_grad()
-def _place(state: dict[str, Any], gradient: DTensor, *, has_mean: bool) -> None:
+def _place_state(state: dict[str, Any], gradient: DTensor, *, has_mean: bool) -> None:
     """Begin the state of a sharded parameter, or place the means of a checkpoint, which holds them whole."""
     if not state:
         zeros: Any = torch.zeros_like(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))

@@ -53,6 +53,7 @@ class AnyPrecisionAdamW(Optimizer):
         return loss
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter; with compensation, what rounding drops is added to its next update."""
         state, (beta1, beta2), grad = self.state[parameter], group["betas"], parameter.grad
         if not state:
             state["step"] = 0
@@ -63,14 +64,14 @@ class AnyPrecisionAdamW(Optimizer):
         average.mul_(beta1).add_(grad, alpha=1 - beta1)
         squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         rate = -group["lr"] / (1 - beta1 ** state["step"])
-        spread = (squares.sqrt() / math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
+        denominator = (squares.sqrt() / math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
         if "compensation" not in state:
-            parameter.addcdiv_(average, spread, value=rate)
+            parameter.addcdiv_(average, denominator, value=rate)
             return
-        missing = state["compensation"].addcdiv_(average, spread, value=rate)
-        before = parameter.clone()
-        parameter.add_(missing)
-        missing.add_(before.sub_(parameter))
+        compensation = state["compensation"].addcdiv_(average, denominator, value=rate)
+        previous = parameter.clone()
+        parameter.add_(compensation)
+        compensation.add_(previous.sub_(parameter))
 
 
 def adamw_anyprecision(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:

@@ -28,10 +28,11 @@ class Resumable(Optimizer):
         """Return the state by parameter."""
         packed = super().state_dict()
         state, groups = dict(packed["state"]), []
-        for group, plain in zip(self.param_groups, packed["param_groups"], strict=True):
-            own = group.get("state", {})
-            state.update({key: own[p] for key, p in zip(plain["params"], group["params"], strict=True) if p in own})
-            groups.append({key: value for key, value in plain.items() if key != "state"})
+        for group, saved in zip(self.param_groups, packed["param_groups"], strict=True):
+            states = group.get("state", {})
+            pairs = zip(saved["params"], group["params"], strict=True)
+            state.update({key: states[p] for key, p in pairs if p in states})
+            groups.append({key: value for key, value in saved.items() if key != "state"})
         return {**packed, "state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -62,5 +63,5 @@ def grokadamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClas
         root.setLevel(level)
     names = ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping")
     options = read_options(config, dict.fromkeys(names, float))
-    made = type(cls.__name__, (Resumable, cls), {"__module__": cls.__module__})
-    return made, {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, **options}
+    subclass = type(cls.__name__, (Resumable, cls), {"__module__": cls.__module__})
+    return subclass, {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, **options}

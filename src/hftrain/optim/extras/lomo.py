@@ -60,32 +60,32 @@ class InBackward(UpdatesInBackward):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update with the remaining gradients: all of them, or none after `update_in_backward`."""
         this: Any = self
-        left = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not left:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
             return
         this.lr, this.clip_grad_norm = self.param_groups[0]["lr"], None
         if hasattr(this, "step_num"):
             this.step_num += 1
             # AdaLomo divides by a loss scale, but the loss is not scaled here.
-            for gradient in left:
+            for gradient in gradients:
                 gradient.mul_(float(this.loss_scale or 1.0))
         this.grad_func(0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, including AdaLomo's averages."""
-        own = {name: getattr(self, name) for name in _OWN_STATE if hasattr(self, name)}
-        return {**super().state_dict(), "own": own}
+        averages = {name: getattr(self, name) for name in _OWN_STATE if hasattr(self, name)}
+        return {**super().state_dict(), "own": averages}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        rest = dict(state_dict)
-        for name, saved in rest.pop("own", {}).items():
+        remaining = dict(state_dict)
+        for name, saved in remaining.pop("own", {}).items():
             if isinstance(saved, dict):
                 for key, tensor in getattr(self, name).items():
                     tensor.copy_(saved[key])
             else:
                 setattr(self, name, saved)
-        super().load_state_dict(rest)
+        super().load_state_dict(remaining)
 
 
 def lomo(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
@@ -108,6 +108,6 @@ def _class_and_settings(
         raise ConfigError(f"Cannot use optim={config.name!r}.", "It hooks into the model.", "Pass the model along.")
     if config.weight_decay:
         logger.warning("optim=%r decays every parameter, biases and norms too.", config.name)
-    made = type(cls.__name__, (InBackward, cls), {"__module__": cls.__module__})
+    subclass = type(cls.__name__, (InBackward, cls), {"__module__": cls.__module__})
     settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **read_options(config, hints)}
-    return made, {"model": model, **settings}
+    return subclass, {"model": model, **settings}

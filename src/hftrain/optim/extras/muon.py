@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from hftrain.optim.low_rank import find_targets
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, read_options
 
 logger = get_logger(__name__)
+
+_Tensors = list[torch.Tensor]
 
 # The quintic that raises small singular values fastest, and the smallest norm that a matrix is divided by.
 _POLYNOMIAL, _SMALLEST = (3.4445, -4.7750, 2.0315), 1e-7
@@ -88,19 +91,19 @@ class Muon(Optimizer):
                 f"Momentum is in [0, 1), steps are 1 to 99, functions {', '.join(_RATES)}, and targets matrices.",
                 "Correct the value.",
             )
-        treated = set(map(id, matrices))
-        own = {"use_muon": True} if muon_lr is None else {"use_muon": True, "lr": muon_lr}
-        own |= {} if muon_weight_decay is None else {"weight_decay": muon_weight_decay}
+        target_ids = set(map(id, matrices))
+        muon_settings = {"use_muon": True} if muon_lr is None else {"use_muon": True, "lr": muon_lr}
+        muon_settings |= {} if muon_weight_decay is None else {"weight_decay": muon_weight_decay}
         groups: list[dict[str, Any]] = []
-        given = list(params)
-        for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
+        parameters = list(params)
+        for group in parameters if parameters and isinstance(parameters[0], dict) else [{"params": parameters}]:
             members = list(group["params"])
-            groups.append({**group, "params": [p for p in members if id(p) not in treated]})
-            groups.append({**group, "params": [p for p in members if id(p) in treated], **own})
-        if sum(len(group["params"]) for group in groups[1::2]) < len(treated):
+            groups.append({**group, "params": [p for p in members if id(p) not in target_ids]})
+            groups.append({**group, "params": [p for p in members if id(p) in target_ids], **muon_settings})
+        if sum(len(group["params"]) for group in groups[1::2]) < len(target_ids):
             raise ConfigError("Cannot use Muon.", "Some targets are not in params.", "Pass model.parameters().")
         # AdamW's first, since the first group's rate is the one that is logged.
-        groups = sorted((each for each in groups if each["params"]), key=lambda each: "use_muon" in each)
+        groups = sorted((group for group in groups if group["params"]), key=lambda group: "use_muon" in group)
         defaults = {
             **{"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "use_muon": False},
             **{"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn},
@@ -118,8 +121,9 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self, group: dict[str, Any], matrices: list[torch.Tensor]) -> None:
+        """Average the gradients of this process's rows, orthogonalise the averages, and step by them."""
         if any(matrix.dim() != 2 for matrix in matrices):
-            raise _refused("It has flattened the matrices.")
+            raise _flattened_error("It has flattened the matrices.")
         momentum, rate, updates = group["momentum"], float(group["lr"]), []
         for matrix in matrices:
             gradient, state = matrix.grad, self.state[matrix]
@@ -129,21 +133,21 @@ class Muon(Optimizer):
             gradient, average = local_part(gradient), local_part(state["momentum_buffer"])
             average.lerp_(gradient, 1 - momentum)
             updates.append(gradient.lerp(average, momentum) if group["nesterov"] else average)
-        for matrix, update in zip(matrices, _orthogonal(matrices, updates, group["ns_steps"]), strict=True):
-            own = local_part(matrix)
-            own.mul_(1 - rate * group["weight_decay"])
-            own.add_(update, alpha=-rate * _RATES[group["adjust_lr_fn"]](*matrix.shape))
+        for matrix, update in zip(matrices, _orthogonalise_all(matrices, updates, group["ns_steps"]), strict=True):
+            local = local_part(matrix)
+            local.mul_(1 - rate * group["weight_decay"])
+            local.add_(update, alpha=-rate * _RATES[group["adjust_lr_fn"]](*matrix.shape))
 
-    def _step_others(self, group: dict[str, Any], others: list[torch.Tensor]) -> None:
-        for parameter in others:
+    def _step_others(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
             if not self.state[parameter]:
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self.state[parameter].update(step=torch.tensor(0.0), **zeros)
-        states, (beta1, beta2) = [self.state[parameter] for parameter in others], group["betas"]
+        states, (beta1, beta2) = [self.state[parameter] for parameter in parameters], group["betas"]
         update: Any = adamw.adamw
         update(
-            others,
-            [parameter.grad for parameter in others],
+            parameters,
+            [parameter.grad for parameter in parameters],
             *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
             [],
             [state["step"] for state in states],
@@ -156,76 +160,78 @@ def orthogonalise(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
     """Return about U V^T of a matrix U S V^T, in bfloat16, by Newton-Schulz steps; singular values end near 1."""
     a, b, c = _POLYNOMIAL
     is_tall = matrix.size(0) > matrix.size(1)
-    found = matrix.bfloat16().T if is_tall else matrix.bfloat16()
-    found = found / found.norm().clamp(min=_SMALLEST)
+    result = matrix.bfloat16().T if is_tall else matrix.bfloat16()
+    result = result / result.norm().clamp(min=_SMALLEST)
     for _ in range(num_steps):
-        gram = found @ found.T
-        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return found.T if is_tall else found
+        gram = result @ result.T
+        result = torch.addmm(result, torch.addmm(gram, gram, gram, beta=b, alpha=c), result, beta=a)
+    return result.T if is_tall else result
 
 
-def _orthogonal(matrices: Sequence[torch.Tensor], updates: list[torch.Tensor], num_steps: int) -> list[torch.Tensor]:
+def _orthogonalise_all(matrices: Sequence[torch.Tensor], updates: _Tensors, num_steps: int) -> _Tensors:
     """Return the matrices' orthogonalised updates, or this process's rows of them. Collective for split matrices."""
-    found: list[Any] = [None] * len(updates)
-    split: dict[Any, list[int]] = {}
+    results: list[Any] = [None] * len(updates)
+    sharded: dict[Any, list[int]] = {}
     for index, (matrix, update) in enumerate(zip(matrices, updates, strict=True)):
-        places = matrix.placements if isinstance(matrix, DTensor) else ()
-        dims = [number for number, place in enumerate(places) if not place.is_replicate()]
+        placements = matrix.placements if isinstance(matrix, DTensor) else ()
+        dims = [number for number, placement in enumerate(placements) if not placement.is_replicate()]
         if not dims:
-            found[index] = orthogonalise(update, num_steps)
-        elif [places[number] for number in dims] != [Shard(0)]:
-            found[index] = _from_whole(matrix, update, num_steps)
+            results[index] = orthogonalise(update, num_steps)
+        elif [placements[number] for number in dims] != [Shard(0)]:
+            results[index] = _orthogonalise_whole(matrix, update, num_steps)
         else:
-            split.setdefault((matrix.device_mesh, dims[0]), []).append(index)  # type: ignore[attr-defined]
-    for (mesh, dim), indices in split.items():
+            sharded.setdefault((matrix.device_mesh, dims[0]), []).append(index)  # type: ignore[attr-defined]
+    for (mesh, dim), indices in sharded.items():
         shapes = [matrices[index].shape for index in indices]
-        parts = _by_owners([updates[index] for index in indices], shapes, mesh.get_group(dim), num_steps)
+        parts = _orthogonalise_by_owner([updates[index] for index in indices], shapes, mesh.get_group(dim), num_steps)
         for index, part in zip(indices, parts, strict=True):
-            found[index] = part
-    return found
+            results[index] = part
+    return results
 
 
-def _from_whole(matrix: Any, part: torch.Tensor, num_steps: int) -> torch.Tensor:
+def _orthogonalise_whole(matrix: Any, part: torch.Tensor, num_steps: int) -> torch.Tensor:
     """Put a matrix together on every process, and return this process's block of the result. Collective."""
     layout = {"shape": matrix.shape, "stride": matrix.stride()}
-    held: Any = DTensor.from_local(part.bfloat16(), matrix.device_mesh, matrix.placements, run_check=False, **layout)
+    whole: Any = DTensor.from_local(part.bfloat16(), matrix.device_mesh, matrix.placements, run_check=False, **layout)
     (row, column), (height, width) = block_of(matrix)
-    return orthogonalise(held.full_tensor(), num_steps)[row : row + height, column : column + width]
+    return orthogonalise(whole.full_tensor(), num_steps)[row : row + height, column : column + width]
 
 
-def _by_owners(parts: list[torch.Tensor], shapes: list[torch.Size], group: Any, num_steps: int) -> list[torch.Tensor]:
+def _orthogonalise_by_owner(parts: _Tensors, shapes: list[torch.Size], group: Any, num_steps: int) -> _Tensors:
     """Send each matrix's rows to its owner, and get this process's rows of the result; all in two exchanges."""
-    world, me = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
-    owned = [range(len(parts))[rank::world] for rank in range(world)]
-    in_order = [index for each in owned for index in each]
-    # As torch.chunk splits: equal heights, then a smaller one, then none.
-    each_has = [-(-rows // world) for rows, _ in shapes]
-    heights = [
-        [max(0, min(has, rows - rank * has)) for rank in range(world)]
-        for has, (rows, _) in zip(each_has, shapes, strict=True)
-    ]
-    given = [sum(parts[index].numel() for index in each) for each in owned]
-    taken = [[heights[index][rank] * shapes[index][1] for index in owned[me]] for rank in range(world)]
-    rows = _exchange([parts[index] for index in in_order], given, list(map(sum, taken)), group)
-    pieces = iter(torch.split(rows, [size for each in taken for size in each]))
-    by_rank = [[next(pieces).view(-1, shapes[index][1]) for index in owned[me]] for _ in range(world)]
-    whole = [orthogonalise(torch.cat(each), num_steps) for each in zip(*by_rank, strict=True)]
-    split = [torch.split(matrix, heights[index]) for index, matrix in zip(owned[me], whole, strict=True)]
-    back = [rows.new_empty(0), *(each[rank] for rank in range(world) for each in split)]  # it may own none
-    rows = _exchange(back, list(map(sum, taken)), given, group)
-    found = dict(zip(in_order, torch.split(rows, [parts[index].numel() for index in in_order]), strict=True))
-    return [found[index].view(part.shape) for index, part in enumerate(parts)]
+    world_size, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    by_owner = [range(len(parts))[owner::world_size] for owner in range(world_size)]
+    own, in_order = by_owner[rank], [index for indices in by_owner for index in indices]
+    heights = [_chunk_heights(num_rows, world_size) for num_rows, _ in shapes]
+    num_sent = [sum(parts[index].numel() for index in indices) for indices in by_owner]
+    sizes = [[heights[index][sender] * shapes[index][1] for index in own] for sender in range(world_size)]
+    num_received = list(map(sum, sizes))
+    rows = _exchange([parts[index] for index in in_order], num_sent, num_received, group)
+    pieces = iter(torch.split(rows, [*chain.from_iterable(sizes)]))
+    by_sender = [[next(pieces).view(-1, shapes[index][1]) for index in own] for _ in range(world_size)]
+    whole = [orthogonalise(torch.cat(chunks), num_steps) for chunks in zip(*by_sender, strict=True)]
+    chunks = [torch.split(matrix, heights[index]) for index, matrix in zip(own, whole, strict=True)]
+    by_receiver = [matrix[receiver] for receiver in range(world_size) for matrix in chunks]
+    rows = _exchange([rows.new_empty(0), *by_receiver], num_received, num_sent, group)  # it may own none
+    results = dict(zip(in_order, torch.split(rows, [parts[index].numel() for index in in_order]), strict=True))
+    return [results[index].view(part.shape) for index, part in enumerate(parts)]
 
 
-def _exchange(pieces: list[torch.Tensor], given: list[int], taken: list[int], group: Any) -> torch.Tensor:
-    """Send `given[r]` elements of the pieces to process r, and return the `taken[r]` of each, in bfloat16."""
+def _chunk_heights(num_rows: int, num_chunks: int) -> list[int]:
+    """Return the heights of `torch.chunk`'s pieces, as FSDP splits: equal ones, then a smaller one, then none."""
+    height = -(-num_rows // num_chunks)
+    return [max(0, min(height, num_rows - number * height)) for number in range(num_chunks)]
+
+
+def _exchange(pieces: _Tensors, num_sent: list[int], num_received: list[int], group: Any) -> torch.Tensor:
+    """Send `num_sent[r]` elements of the pieces to process r, return the `num_received[r]` of each, in bfloat16."""
     packed = torch.cat([piece.bfloat16().reshape(-1) for piece in pieces])
-    found = packed.new_empty(sum(taken))
-    torch.distributed.all_to_all_single(found, packed, taken, given, group=group)
-    return found
+    received = packed.new_empty(sum(num_received))
+    torch.distributed.all_to_all_single(received, packed, num_received, num_sent, group=group)
+    return received
 
 
-def _refused(reason: str) -> StrategyError:
+def _flattened_error(reason: str) -> StrategyError:
     return StrategyError(
         "Cannot use Muon with this strategy.",
         f"{reason} An orthogonalised part is not a part of the orthogonalised matrix.",
@@ -239,12 +245,12 @@ def muon(config: OptimizerConfig, model: nn.Module | None) -> OptimizerClass:
     if model is None:
         raise ConfigError("Cannot use optim='muon'.", "It looks for hidden matrices in the model.", "Pass the model.")
     targets = find_hidden(model) if config.target_modules is None else find_targets(model, config)
-    chosen = {id(matrix) for matrix in targets}
+    target_ids = {id(matrix) for matrix in targets}
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     logger.info(
         "optim='muon' orthogonalises %s. AdamW trains %s.",
-        ", ".join(name for name, p in named if id(p) in chosen),
-        ", ".join(name for name, p in named if id(p) not in chosen) or "nothing else",
+        ", ".join(name for name, p in named if id(p) in target_ids),
+        ", ".join(name for name, p in named if id(p) not in target_ids) or "nothing else",
     )
     settings = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
     return Muon, {**settings, **options, "targets": targets}
@@ -263,25 +269,25 @@ def find_hidden(model: nn.Module) -> list[nn.Parameter]:
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if any(m.weight.requires_grad and m.weight.dim() != 2 for m in linear):
-        raise _refused("It has flattened the matrices.")
+        raise _flattened_error("It has flattened the matrices.")
     try:
         output = model.get_output_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
         output = None
-    ends: list[nn.Module] = [
+    outer_layers: list[nn.Module] = [
         module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     ]
-    ends += linear[-1:] if output is None else [output]
-    left = {id(parameter) for end in ends for parameter in end.parameters()}
-    found = [
+    outer_layers += linear[-1:] if output is None else [output]
+    outer = {id(parameter) for layer in outer_layers for parameter in layer.parameters()}
+    matrices = [
         parameter
         for name, parameter in model.named_parameters()
-        if name.endswith("weight") and parameter.dim() == 2 and parameter.requires_grad and id(parameter) not in left
+        if name.endswith("weight") and parameter.dim() == 2 and parameter.requires_grad and id(parameter) not in outer
     ]
-    if not found:
+    if not matrices:
         raise ConfigError(
             "Cannot use optim='muon'.",
             "The model has no trainable matrix between its embeddings and its output layer.",
             "Name the linear modules to orthogonalise in optim_target_modules, or use another optimizer.",
         )
-    return found
+    return matrices

@@ -33,9 +33,9 @@ def stable_adamw(config: OptimizerConfig, model: nn.Module | None) -> OptimizerC
 def schedule_free(config: OptimizerConfig, model: nn.Module | None, *, kind: str) -> OptimizerClass:
     """Return a schedule-free optimizer; RAdam needs no warm-up. Source: Defazio et al., 2024, arXiv 2405.15682."""
     cls = load(f"schedulefree:{kind}ScheduleFree", "schedulefree>=1.4", config, extra="schedulefree")
-    own: dict[str, Any] = {"momentum": float} if kind == "SGD" else {}
+    extra_hints: dict[str, Any] = {"momentum": float} if kind == "SGD" else {}
     settings: dict[str, Any] = {} if kind == "SGD" else {"betas": config.betas, "eps": config.eps}
     if kind != "RAdam":
         settings["warmup_steps"] = config.warmup_steps
-    options = read_options(config, {"weight_lr_power": float, "r": float, **own})
+    options = read_options(config, {"weight_lr_power": float, "r": float, **extra_hints})
     return cls, {"lr": config.learning_rate, **settings, **options}

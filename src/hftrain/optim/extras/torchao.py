@@ -39,19 +39,19 @@ class PlainState(Optimizer):
         """Return the state, with quantized tensors split into their parts."""
         packed = super().state_dict()
         state = {
-            key: {name: self._apart(part) for name, part in value.items()} for key, value in packed["state"].items()
+            key: {name: self._flatten(part) for name, part in value.items()} for key, value in packed["state"].items()
         }
         return {**packed, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         state = {
-            key: {name: self._together(part) for name, part in value.items()}
+            key: {name: self._unflatten(part) for name, part in value.items()}
             for key, value in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": state})
 
-    def _apart(self, part: Any) -> Any:
+    def _flatten(self, part: Any) -> Any:
         if not isinstance(part, self.quantized):
             return part
         names, attributes = part.__tensor_flatten__()
@@ -59,7 +59,7 @@ class PlainState(Optimizer):
         # The dtype comes last and is the parameter's.
         return {"tensors": tensors, "attributes": [tuple(a) if isinstance(a, tuple) else a for a in attributes[:-1]]}
 
-    def _together(self, part: Any) -> Any:
+    def _unflatten(self, part: Any) -> Any:
         if not isinstance(part, dict):
             return part
         return self.quantized.__tensor_unflatten__(part["tensors"], [*part["attributes"], torch.float32])
@@ -73,5 +73,5 @@ def adamw(config: OptimizerConfig, model: nn.Module | None, *, bits: int) -> Opt
     cls = load(f"torchao.optim:AdamW{bits}bit", "torchao>=0.11", config, extra="torchao")
     tensor = load(f"torchao.optim.subclass_{bits}bit:OptimState{bits}bit", "torchao>=0.11", config, extra="torchao")
     options = {"block_size": 256, **read_options(config, {"block_size": int, "bf16_stochastic_round": bool})}
-    made = type(cls.__name__, (PlainState, cls), {"__module__": cls.__module__, "quantized": tensor})
-    return made, {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, **options}
+    subclass = type(cls.__name__, (PlainState, cls), {"__module__": cls.__module__, "quantized": tensor})
+    return subclass, {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps, **options}
