@@ -54,3 +54,10 @@ def test_script_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["plan", "--gpus", "1", "absent.py"])
     assert "plan: Cannot run 'absent.py'. There is no such file." in capsys.readouterr().err
+
+
+def test_what_cannot_be_proved_of_a_loop_of_ones_own_is_said(tmp_path: Path, capsys) -> None:
+    (tmp_path / "loop.py").write_text("from hftrain import Engine\nengine = Engine()\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["prove", str(tmp_path / "loop.py")])
+    assert "It trains in a loop of its own, with Engine: only Trainer.train() can be" in capsys.readouterr().err
