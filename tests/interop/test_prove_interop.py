@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,8 @@ def test_shifted_labels_and_another_loss_are_found(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("FACTOR", str(factor)).replace("SHIFT", str(shift)), encoding="utf-8")
-    if verdict is None:
+    with pytest.raises(SystemExit, match="1") if verdict else nullcontext():
         main(["prove", str(script), "--json"])
-    else:
-        with pytest.raises(SystemExit, match="1"):
-            main(["prove", str(script), "--json"])
     status = {each["name"]: each["status"] for each in json.loads(capsys.readouterr().out)["claims"]}
     assert status.get("labels are shifted once") == verdict
     assert status["as transformers' Trainer"] == (verdict or "PASS")

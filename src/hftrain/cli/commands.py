@@ -187,6 +187,8 @@ def _add_proof(add: _Adder, file: object) -> None:
     _complete(part.add_argument("script", help="a Python file that trains"), file)
     names = "with options behind commas, as in fsdp_tp,tp_size=2; own: the script's own; default: ddp"
     part.add_argument("--strategy", metavar="NAME", default="ddp", help=names)
+    what = "another strategy to compare with, on as many processes; default: single, which is one process"
+    part.add_argument("--against", metavar="NAME", default="single", help=what)
     part.add_argument("--processes", type=int, metavar="N", default=2, help="default: 2")
     part.add_argument("--full", dest="is_full", action="store_true", help="keep the size of the model")
     part.add_argument("-o", "--output", metavar="FILE", help="write a Markdown file, and the same as JSON next to it")

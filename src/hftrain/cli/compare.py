@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -17,15 +16,13 @@ from typing import Any
 
 import torch
 
-from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.cli.answer import Answer, table
 from hftrain.cli.facts import in_digits, status_of
 from hftrain.cli.replay import run_apart
 from hftrain.cli.runs import RunRecord, read_run
-from hftrain.cli.scripts import at_training, changed_construction
+from hftrain.cli.scripts import at_training, changed_construction, only_with, redirect
 from hftrain.core.errors import ConfigError, check_known
-from hftrain.core.extras import extra
 from hftrain.core.seed import capture_rng, set_seed
 from hftrain.core.tree import as_array, map_tensors
 from hftrain.extras.compare import USUAL, Comparison
@@ -231,9 +228,8 @@ def run_once(text: str) -> None:
     told, noting = json.loads(text), Noting()
 
     def change(given: dict[str, Any]) -> None:
-        args = given["args"] = copy.copy(given.get("args") or TrainingArguments(told["folder"]))
-        args.output_dir, args.seed, args.report_to, args.push_to_hub = told["folder"], told["seed"], [], False
-        args.save_strategy, args.load_best_model_at_end = type(args.save_strategy)("no"), False
+        args = redirect(given, told["folder"])
+        args.seed, args.save_strategy = told["seed"], type(args.save_strategy)("no")
 
     def act(trainer: Any, *given: Any, **named: Any) -> None:
         if trainer.eval_dataset is None and told["metric"] in (None, "eval_loss"):
@@ -250,11 +246,7 @@ def run_once(text: str) -> None:
 
 def _train(trainer: Any, noting: Noting, *given: Any, **named: Any) -> None:
     """Train, evaluate at the end, and save what was logged."""
-    callbacks = trainer.callback_handler.callbacks
-    callbacks[:] = extra("trackers").without_trackers(callbacks)
-    if not any(isinstance(each, FlightLog) for each in callbacks):
-        trainer.add_callback(FlightLog())
-    trainer.add_callback(noting)
+    only_with(trainer, FlightLog(), noting)
     Trainer.train(trainer, *given, **named)
     last = [entry for entry in trainer.state.log_history if entry.get("step") == trainer.state.global_step]
     timed = {name for entry in last for name in entry if name.endswith("_runtime")} - {"train_runtime"}

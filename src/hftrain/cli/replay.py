@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -18,15 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.arguments.serialization import changed_settings
-from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.layout import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
 from hftrain.cli.rounding import Perturb
-from hftrain.cli.scripts import changed_construction, until_training
+from hftrain.cli.scripts import changed_construction, only_with, redirect, until_training
 from hftrain.core.errors import ConfigError
-from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
 from hftrain.core.parameters import is_partitioned
 from hftrain.core.seed import capture_rng, restore_rng
@@ -106,12 +102,11 @@ def do_step(
             f"Run: torchrun --nproc_per_node {number} --no-python hftrain replay ...",
         )
 
-    def observe(trainer: Any) -> Observer:
-        if unit is not None:
-            trainer.add_callback(Perturb(unit))
+    def observe(trainer: Any) -> list[Any]:
         if look is not None:
-            return look(trainer)
-        return SampleObserver(step, Path(folder), trainer) if has_samples else Observer(step, Path(folder))
+            return [look(trainer)]
+        own = SampleObserver(step, Path(folder), trainer) if has_samples else Observer(step, Path(folder))
+        return [own] if unit is None else [Perturb(unit), own]
 
     script = list(script) or session["command"][1:]
     start = _train(script, session, folder=Path(folder), start=start, step=step, observe=observe, changes=changes or {})
@@ -209,17 +204,13 @@ def _parsed(changes: Sequence[str]) -> dict[str, Any]:
 
 def _train(
     command: Sequence[str], session: Mapping[str, Any], *, folder: Path, start: Path | None, step: int,
-    observe: Callable[[Any], Observer], changes: Mapping[str, Any],
+    observe: Callable[[Any], list[Any]], changes: Mapping[str, Any],
 ) -> Path | None:  # fmt: skip
     """Run a command up to its first training, in a folder, which an observer ends; return from which checkpoint."""
     starts: list[Path | None] = []
 
     def do(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
-        callbacks = trainer.callback_handler.callbacks
-        callbacks[:] = extra("trackers").without_trackers(callbacks)
-        if not any(isinstance(each, FlightLog) for each in callbacks):
-            trainer.add_callback(FlightLog())
-        trainer.add_callback(observe(trainer))
+        only_with(trainer, FlightLog(), *observe(trainer))
         given = Path(resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else "").absolute()
         starts.append(given if start is None and checkpoint_step(given.name) == session["begin"] else start)
         if starts[0] is not None and not read_launch().rank:  # where SpikeGuard("rewind") looks for it
@@ -242,16 +233,10 @@ def _train(
 def _with_arguments(folder: Path, changes: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Give every Trainer changed arguments, which write into a folder and report to nobody."""
 
-    def change(arguments: dict[str, Any]) -> None:
-        given = arguments.get("args") or TrainingArguments(str(folder))
-        kind = type(given)
-        if changes:
-            given = kind(**{**changed_settings(given.to_dict(), kind), **changes})
-        given = arguments["args"] = copy.copy(given)
-        given.output_dir, given.report_to, given.push_to_hub = str(folder), [], False
-        given.load_best_model_at_end = False
-        if given.save_strategy != "no":
-            given.save_strategy = type(given.save_strategy)("epoch")  # saves nothing at the end of the run
+    def change(given: dict[str, Any]) -> None:
+        args = redirect(given, folder, changes)
+        if args.save_strategy != "no":
+            args.save_strategy = type(args.save_strategy)("epoch")  # saves nothing at the end of the run
 
     return changed_construction(change)
 

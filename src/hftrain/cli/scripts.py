@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -13,7 +14,10 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar
 
 from hftrain import compat
+from hftrain.arguments.serialization import changed_settings
+from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import extra
 from hftrain.core.optional import is_available
 from hftrain.core.preserve import temporarily
 from hftrain.trainer.trainer import Trainer
@@ -57,6 +61,32 @@ def changed_construction(
         build(*bound.args, **bound.kwargs)
 
     return temporarily(kind, __init__=init)
+
+
+def redirect(given: dict[str, Any], folder: str | Path, changes: Mapping[str, Any] | None = None) -> Any:
+    """Let a Trainer that is constructed write into a folder only; return its arguments, a copy of the script's.
+
+    Args:
+        given: What its constructor gets by name, see `changed_construction`.
+        changes: Settings to change, which are checked as the script's are.
+    """
+    args = given.get("args") or TrainingArguments(str(folder))
+    quiet = {"output_dir": str(folder), "report_to": [], "push_to_hub": False, "load_best_model_at_end": False}
+    if changes:
+        args = type(args)(**{**changed_settings(args.to_dict(), type(args)), **quiet, **changes})
+    args = given["args"] = copy.copy(args)
+    for name, value in quiet.items():
+        setattr(args, name, value)
+    return args
+
+
+def only_with(trainer: Any, *callbacks: Any, without: type[Any] | tuple[()] = ()) -> None:
+    """Take trackers, and those of a class, from a Trainer's callbacks; add others, each unless its class is there."""
+    own = trainer.callback_handler.callbacks
+    own[:] = [each for each in extra("trackers").without_trackers(own) if not isinstance(each, without)]
+    for each in callbacks:
+        if not any(isinstance(other, type(each)) for other in own):
+            trainer.add_callback(each)
 
 
 @contextmanager

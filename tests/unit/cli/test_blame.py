@@ -101,24 +101,23 @@ def test_without_losses_of_samples_micro_batches_are_named(tmp_path: Path) -> No
     assert "FlightLog(sample_losses=...)" in "\n".join(answer)
 
 
-def test_spikes_are_replayed_for_the_losses_of_their_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spikes_are_replayed_for_the_losses_of_their_samples(tmp_cwd: Path) -> None:
     lines = ["import sys", f"sys.path.insert(0, {str(Path(__file__).parents[2])!r})", "from pathlib import Path"]
     lines += ["from unit.cli.test_blame import train", "train(Path('run'), log=True)"]
-    (tmp_path / "script.py").write_text("\n".join(lines))
-    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, capture_output=True)
-    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text("\n".join(lines))
+    subprocess.run([sys.executable, "script.py"], check=True, capture_output=True)
     assert "replay these steps with --replay" in "\n".join(show_blame("run"))
-    written = {path for path in tmp_path.rglob("*") if path.suffix != ".png"}
+    written = {path for path in tmp_cwd.rglob("*") if path.suffix != ".png"}
     answer = show_blame("run", replay=True)
-    assert {path for path in tmp_path.rglob("*") if path.suffix != ".png"} == written
-    first = list(find_spikes(read_ledger("run")))[:3]
+    assert {path for path in tmp_cwd.rglob("*") if path.suffix != ".png"} == written
+    ledger = read_ledger("run")
+    first = list(find_spikes(ledger))[:3]
     assert answer[0] == f"Replayed steps {', '.join(map(str, first))}."
     assert [each["step"] for each in answer.data["spikes"]] == first
     norms = [each["norm"] for each in answer.data["suspects"]]
     assert norms == sorted(norms, reverse=True)
     assert all(each["is_own"] for each in answer.data["suspects"])
     found = {each["sample"] for each in answer.data["suspects"]}
-    ledger = read_ledger("run")
     planted = {each for step in first for each in ledger[step][0]["samples"][0]} & {*BAD, 60}
     assert found == planted != set()
     assert "gradient norm" in "\n".join(answer)

@@ -61,11 +61,3 @@ def test_folder_without_checkpoints_is_one_line_on_stderr(tmp_path: Path, capsys
             main(["--debug", "checkpoints", str(folder)])
     with pytest.raises(ConfigError, match=r"'memory://run'. It is a URL"):
         main(["--debug", "checkpoints", "memory://run"])
-
-
-def test_without_a_command_there_is_help_and_a_version(capsys: pytest.CaptureFixture[str]) -> None:
-    main([])
-    assert "checkpoints" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert (ended.value.code, capsys.readouterr().out.split()[0]) == (0, "hftrain")

@@ -92,14 +92,9 @@ def test_thinned_curve_keeps_its_extremes() -> None:
     ],
 )
 def test_mistakes_are_one_line(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], message: str, tmp_cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_foreign(tmp_path / "out", 1, [{"loss": 1.0, "step": 1}])
+    write_foreign(tmp_cwd / "out", 1, [{"loss": 1.0, "step": 1}])
     with pytest.raises(SystemExit) as ended:
         main(["curves", *words])
     out, error = capsys.readouterr()
@@ -109,10 +104,8 @@ def test_mistakes_are_one_line(
 
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_foreign(tmp_path, 1, [{"loss": 1.0, "step": 1}])
-    monkeypatch.setattr(
-        "hftrain.core.optional._cache",
-        lambda requirement: type("Absent", (), {"__bool__": lambda _: False, "message": "not installed"})(),
-    )
+    absent = type("Absent", (), {"__bool__": lambda _: False, "message": "not installed"})()
+    monkeypatch.setattr("hftrain.core.optional._cache", lambda requirement: absent)
     with pytest.raises(MissingDependencyError, match=r"pip install 'hftrain\[report\]'"):
         show_curves([str(tmp_path)])
 

@@ -72,11 +72,6 @@ def test_meshes_fit_the_processes_and_hold_one_copy(script: Path, gpus: int, mac
     assert (names["ddp"]["between"] > 0) == (gpus > machine)
 
 
-def test_heads_that_ranks_do_not_divide_are_a_reason(script: Path) -> None:
-    found = show_plan(script, ["64"], gpus=16, gpus_per_machine=16).data
-    assert "tensor ranks" in found["rejected"]["tp (tp 16)"]
-
-
 def test_nothing_that_fits_is_one_line_with_what_would(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--gpus", "1", "--memory", "1GB", str(script), "64"])
@@ -90,7 +85,9 @@ def test_size_that_cannot_be_read_is_refused() -> None:
         read_bytes("much")
 
 
-def test_number_of_gpus_is_positive(script: Path) -> None:
+def test_gpus_that_cannot_share_the_model_are_named(script: Path) -> None:
+    found = show_plan(script, ["64"], gpus=16, gpus_per_machine=16).data
+    assert "tensor ranks" in found["rejected"]["tp (tp 16)"]  # do not divide the heads
     with pytest.raises(ConfigError, match="There is not one"):
         show_plan(script, ["64"], gpus=0)
 
@@ -114,21 +111,19 @@ def test_micro_batch_and_checkpointing_stay_as_set(script: Path) -> None:
     text = script.read_text(encoding="utf-8").replace("bf16=True", "bf16=True, gradient_checkpointing=True")
     script.write_text(text.replace("from hftrain", "from transformers"), encoding="utf-8")
     found = show_plan(script, ["64"], gpus=4, memory="400GB", as_set=True).data
-    assert {(each["micro_batch"], each["checkpointing"], each["offload"]) for each in found["fits"]} == {
-        (2, True, False)
-    }
+    kept = {(each["micro_batch"], each["checkpointing"], each["offload"]) for each in found["fits"]}
+    assert kept == {(2, True, False)}
 
 
 @pytest.mark.parametrize(
-    "strategy", ["MeshStrategy(tp_size=2, dp_replicate=4)", "parallelism_config=ParallelismConfig(dp_shard_size=8)"]
+    ("after", "sizes"),
+    [
+        ("] * 8", "strategy=MeshStrategy(tp_size=2, dp_replicate=4)"),
+        ('report_to="none"', "parallelism_config=ParallelismConfig(dp_shard_size=8)"),
+    ],
 )
-def test_sizes_that_the_script_names_do_not_stop_its_plan(script: Path, strategy: str) -> None:
-    text = script.read_text(encoding="utf-8")
+def test_sizes_that_the_script_names_do_not_stop_its_plan(script: Path, after: str, sizes: str) -> None:
     imports = "from hftrain.strategies import MeshStrategy\nfrom accelerate import ParallelismConfig\n"
-    place = (
-        ('report_to="none"', f'report_to="none", {strategy}')
-        if "=Par" in strategy
-        else ("] * 8", f"] * 8, strategy={strategy}")
-    )
-    script.write_text(imports + text.replace(*place), encoding="utf-8")
+    text = script.read_text(encoding="utf-8").replace(after, f"{after}, {sizes}")
+    script.write_text(imports + text, encoding="utf-8")
     assert show_plan(script, ["64"], gpus=8).data["fits"]

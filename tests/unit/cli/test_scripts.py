@@ -32,9 +32,8 @@ print("trained")
 """
 
 
-def test_script_is_run_up_to_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+def test_script_is_run_up_to_its_training(tmp_cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("script.py").write_text(SCRIPT, encoding="utf-8")
     before = Trainer.train, list(sys.argv), list(sys.path)
     main(["estimate", "--json", "script.py", "1000"])
     shown, said = capsys.readouterr()
@@ -44,7 +43,7 @@ def test_script_is_run_up_to_its_training(tmp_path: Path, monkeypatch: pytest.Mo
     assert sizes.pop("peak") == sum(sizes.values())
     assert "trained" not in shown + said
     assert before == (Trainer.train, sys.argv, sys.path)
-    assert not (tmp_path / "out").exists()
+    assert not Path("out").exists()
     assert at_training("script.py", ["1000"], lambda trainer: trainer.num_examples(trainer.get_train_dataloader())) == 8
 
 
@@ -54,7 +53,11 @@ def test_script_without_a_training_is_refused(tmp_path: Path) -> None:
         at_training(tmp_path / "script.py", [], lambda trainer: None)
 
 
-def test_script_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_that_cannot_be_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "--gpus", "1", "absent.py"])
     assert "plan: Cannot run 'absent.py'. There is no such file." in capsys.readouterr().err
+    (tmp_path / "loop.py").write_text("from hftrain import Engine\nengine = Engine()\n", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["prove", str(tmp_path / "loop.py")])
+    assert "It trains in a loop of its own, with Engine: only Trainer.train() can be" in capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -24,9 +24,6 @@ BOUNDS = {"fp64": 1e-6, "fp32": 1e-3, "metric": 1e-5}
 _PART = 1e-4
 # What comes about in a step, in this order.
 STEP = ("loss", "gradient", "gradient norm", "weights", "optimizer", "learning rate")
-# Of these, what transformers' Trainer shows.
-SHOWN = tuple(kind for kind in STEP if kind != "gradient")
-EVALUATION = ("metric", "predictions")
 
 
 class Difference(NamedTuple):
@@ -46,6 +43,8 @@ class Recording:
     def __init__(self, folder: Path) -> None:
         paths = sorted(folder.glob("rank*.json"), key=lambda path: int(path.stem.removeprefix("rank")))
         self.ranks: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        self.facts = self.ranks[0]
+        self.steps = sorted(map(int, self.facts["samples"]))  # that it has done, from 1
         self.numbers: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
         self.apart: Difference | None = None
         for rank, path in enumerate(paths):
@@ -55,15 +54,15 @@ class Recording:
                 if self.apart is None and not torch.equal(first, value):
                     self.apart = Difference(int(step), f"{kind} {name}", f"of rank {rank} is not that of rank 0")
 
-    def samples(self, step: int) -> list[list[str]]:
-        """Return the samples that each data rank has read in a step, sorted."""
-        found = {each["data_rank"]: each["samples"].get(str(step), []) for each in self.ranks}
-        return [sorted(found[rank]) for rank in sorted(found)]
+    def samples(self, step: int) -> Counter[str]:
+        """Return how often each sample has been read in a step, on all data ranks together."""
+        by_rank = {each["data_rank"]: each["samples"].get(str(step), []) for each in self.ranks}
+        return Counter(chain(*by_rank.values()))
 
-    @property
-    def steps(self) -> list[int]:
-        """The steps that it has done, from 1."""
-        return sorted(map(int, self.ranks[0]["samples"]))
+    def series(self, kind: str) -> list[float]:
+        """Return what a number was in each step that has it."""
+        found = (self.numbers.get((kind, step), {}).get("") for step in self.steps)
+        return [float(each) for each in found if each is not None]
 
 
 def compare(
@@ -77,18 +76,17 @@ def compare(
         return Difference(0, "no step", "was done by both")
     num_compared = 0
     for step in steps:
-        if "loss" in kinds and sorted(chain(*one.samples(step))) != sorted(chain(*two.samples(step))):
-            return Difference(
-                step, "the samples", "are others: their order or augmentation depends on the process or batch"
-            )
+        if "loss" in kinds and one.samples(step) != two.samples(step):
+            why = "are others: their order or augmentation depends on the process or batch"
+            return Difference(step, "the samples", why)
         for kind in kinds:
             mine, other = (each.numbers.get((kind, step), {}) for each in (one, two))
             if kind in ("weights", "optimizer") and not (mine and other):  # kept of some steps and trainings only
                 continue
-            largest = max((_size(each) for each in other.values()), default=0.0)
+            least = _PART * max(map(_size, other.values()), default=0.0)
             num_compared += len(mine)
-            for name in [*mine, *(other.keys() - mine.keys())]:
-                if how := _difference(mine.get(name), other.get(name), counts, bound, _PART * largest):
+            for name in mine | other:
+                if how := _difference(mine.get(name), other.get(name), counts, bound, least):
                     return Difference(step, f"{kind} {name}".strip(), how)
     return None if num_compared else Difference(steps[0], "no number", "was written down by both")
 
@@ -111,12 +109,8 @@ def _difference(
         return None
     square = float((expected * expected).sum())
     ratio = float((value * expected).sum()) / square if square else math.nan
-    told = [what for what, number in counts.items() if number != 1 and math.isclose(ratio, number, rel_tol=1e-6)]
-    told += [
-        f"1 / {what}"
-        for what, number in counts.items()
-        if number != 1 and math.isclose(ratio * number, 1, rel_tol=1e-6)
-    ]
+    factors = {**counts, **{f"1 / {what}": 1 / number for what, number in counts.items()}}
+    told = [what for what, number in factors.items() if number != 1 and math.isclose(ratio, number, rel_tol=1e-6)]
     reason = f" ({told[0]})" if told else ""
     if value.numel() == 1:
         return f"is {float(value):.9g}, not {float(expected):.9g}" + (f": {ratio:.6g} times{reason}" if told else "")
@@ -129,8 +123,8 @@ def _difference(
 _UNIT, _FACTOR, _LEAST = 2.0**-8, 10, 1e-3
 # What hftrain says of a setting that it does not support.
 _REFUSALS = ("CheckpointError", "ConfigError", "StrategyError", "TaskError")
-_FOUR = "one micro-batch as four"
 THEIRS = "transformers"  # the leg as the script says it, by transformers' Trainer
+REFERENCE = "against"  # the leg of another strategy on as many processes
 # Why numbers of other divisions differ though nothing is wrong.
 _RANDOM = {
     "draws": "The model draws random numbers in a step, others in each division",
@@ -140,6 +134,13 @@ _DIVIDED = (
     "; a mean of means, or a loss that depends on who shares the micro-batch, as contrastive ones and batch "
     "normalization do, is another loss in each division"
 )
+_NO_ITEMS, _NO_TOKENS = "The loss is a mean of each micro-batch, or of each process.", "No batch has tokens."
+_EVALUATION: dict[str, Any] = {
+    "kinds": ("metric", "predictions"),
+    "bound": BOUNDS["metric"],
+    "excuses": (*_RANDOM,),
+    "missing": "The script has no evaluation set, or its evaluation failed.",
+}
 
 
 @dataclass(frozen=True)
@@ -151,102 +152,122 @@ class Claim:
     found: str
 
 
-def legs_on_mesh(strategy: str, *, precision: str, is_full: bool) -> list[Leg]:
+def legs_on_mesh(strategy: str, **common: Any) -> list[Leg]:
     """Return the trainings on several processes; the strategy ``"own"`` is the script's."""
-    name = None if strategy == "own" else strategy
-    mesh = Leg(name="mesh", strategy=name, precision=precision, evaluates=True, is_full=is_full)
+    mesh = Leg(name="mesh", strategy=strategy, evaluates=True, **common)
     return [mesh, replace(mesh, name="mesh resumed", resume="mesh", evaluates=False)]
 
 
-def legs_alone(*, precision: str, is_full: bool, data_ranks: int, batch: int, accumulation: int) -> list[Leg]:
+def legs_alone(batch: int, micro_batches: int, **common: Any) -> list[Leg]:
     """Return the trainings of one process: the step of the mesh's data ranks, divided otherwise, resumed, faulty."""
-    one = Leg(name="one", precision=precision, accumulation=accumulation * data_ranks, evaluates=True, is_full=is_full)
-    quiet, total = replace(one, evaluates=False), batch * accumulation * data_ranks
-    total = total if total % 4 == 0 else 4
-    own = replace(quiet, name="own", precision="own", accumulation=accumulation, drops=True)
+    total = batch * micro_batches if batch * micro_batches % 4 == 0 else 4
+    one = Leg(name="one", micro_batches=micro_batches, evaluates=True, **common)
+    quiet = replace(one, evaluates=False)
+    own = replace(quiet, name="own", precision="own", micro_batches=None, drops=True)
     fp32 = replace(quiet, name="fp32", precision="fp32")
-    written = replace(own, name="as written", precision="fp32", drops=False)
     return [
         one,
         replace(quiet, name="mesh's checkpoint", resume="mesh"),
-        replace(quiet, name="whole", batch=total, accumulation=1),
-        replace(quiet, name="divided", batch=total // 4, accumulation=4),
-        replace(one, name="evaluated in eights", eval_batch=8, steps=1),
-        replace(one, name="evaluated singly", eval_batch=1, steps=1),
+        replace(quiet, name="whole", micro_batches=1, settings={"per_device_train_batch_size": total}),
+        replace(quiet, name="divided", micro_batches=4, settings={"per_device_train_batch_size": total // 4}),
+        replace(one, name="in eights", settings={"per_device_eval_batch_size": 8, "max_steps": 1}),
+        replace(one, name="in ones", settings={"per_device_eval_batch_size": 1, "max_steps": 1}),
         own,
         replace(own, name="own resumed", resume="own"),
         fp32,
         replace(fp32, name="fp32 perturbed", unit=_UNIT),
         replace(fp32, name="bf16", precision="bf16"),
-        written,
-        *(replace(quiet, name=fault, fault=fault, steps=1) for fault in FAULTS),
+        replace(own, name="as written", precision="fp32", drops=False),
+        *(replace(quiet, name=fault, fault=fault, settings={"max_steps": 1}) for fault in FAULTS),
     ]
 
 
 class Proof:
-    """The claims about the trainings of a script, recorded in a folder for each; `many` names the processes."""
+    """The claims about the trainings of a script, recorded in a folder for each.
 
-    def __init__(self, folder: Path, many: str, precision: str) -> None:
-        self._folder, self._many, self._bound = folder, many, BOUNDS[precision]
+    Args:
+        many: What the processes are called.
+        against: The strategy with which they are compared; ``"single"``: one process.
+    """
+
+    def __init__(self, folder: Path, many: str, against: str, precision: str) -> None:
+        self.folder, self._many, self._against, self._precision = folder, many, against, precision
+        self._bound = BOUNDS[precision]
         self._read: dict[str, Recording] = {}
-
-    def error(self, name: str) -> str:
-        """Return why a leg did not come to its end; empty if it did."""
-        errors = sorted((self._folder / name).glob("error-rank*.txt"))
-        unfinished = "" if (self._folder / name / "rank0.json").exists() else "Its training did not end."
-        return errors[0].read_text(encoding="utf-8") if errors else unfinished
 
     def recording(self, name: str) -> Recording:
         """Return a leg's numbers; `LookupError` with the reason if it did not come to its end."""
         if name not in self._read:
-            if error := self.error(name):
-                raise LookupError(error)
-            self._read[name] = Recording(self._folder / name)
+            errors = sorted((self.folder / name).glob("error-rank*.txt"))
+            if errors or not (self.folder / name / "rank0.json").exists():
+                raise LookupError(errors[0].read_text(encoding="utf-8") if errors else "Its training did not end.")
+            self._read[name] = Recording(self.folder / name)
         return self._read[name]
 
     def claims(self) -> Iterator[Claim]:
         """Yield the claims, in the order of a certificate."""
+        many, other = self._many, "one" if self._against == "single" else self._against
+        mesh = partial(self._compare, "mesh", "one" if self._against == "single" else REFERENCE)
+        excused: dict[str, Any] = {"excuses": ("random_data",)}
         proofs: dict[str, Callable[[], Difference | str | None]] = {
             "five steps change the weights": self._moves,
-            f"{self._many}: five steps as in one": partial(self._compare, "mesh", "one"),
-            f"{self._many}: the same weights on each": lambda: self.recording("mesh").apart,
-            f"{self._many}: each reads its own samples": self._shares,
-            f"{self._many}: evaluation and predictions": partial(self._evaluations, "mesh", "one"),
-            f"{self._many}: resumed there": partial(self._compare, "mesh resumed", "mesh"),
-            f"{self._many}: resumed in one process": partial(self._compare, "mesh's checkpoint", "one"),
-            _FOUR: partial(self._compare, "divided", "whole"),
-            "evaluation in batches of 1 and 8": partial(self._evaluations, "evaluated singly", "evaluated in eights"),
+            f"{many}: item counts as in {other}": partial(mesh, **excused, kinds=["item count"], missing=_NO_ITEMS),
+            f"{many}: token counts as in {other}": partial(mesh, **excused, kinds=["token count"], missing=_NO_TOKENS),
+            f"{many}: five steps as in {other}": partial(mesh, **excused),
+            f"{many}: the same weights on each": lambda: self.recording("mesh").apart,
+            f"{many}: each reads its own samples": self._shares,
+            f"{many}: evaluation and predictions": partial(mesh, **_EVALUATION),
+            f"{many}: resumed there": partial(self._compare, "mesh resumed", "mesh"),
+            f"{many}: resumed in one process": partial(self._compare, "mesh's checkpoint", "one", **excused),
+            "one micro-batch as four": partial(self._compare, "divided", "whole", excuses=(*_RANDOM,), why=_DIVIDED),
+            "evaluation in batches of 1 and 8": partial(self._compare, "in ones", "in eights", **_EVALUATION),
             "resumed, with dropout, to the bit": partial(self._compare, "own resumed", "own", bound=0.0),
             "bf16 as fp32, up to rounding": self._rounding,
         }
-        if self.recording("one").ranks[0]["shifted"]:
+        if self.recording("one").facts["shifted"]:
             proofs["labels are shifted once"] = self._shifts
-        if (self._folder / THEIRS).exists():
-            options: dict[str, Any] = {"kinds": SHOWN, "bound": BOUNDS["fp32"]}
-            proofs["as transformers' Trainer"] = partial(self._compare, THEIRS, "as written", **options)
+        if (self.folder / THEIRS).exists():
+            shown = [kind for kind in STEP if kind != "gradient"]  # by transformers' Trainer
+            theirs = partial(self._compare, THEIRS, "as written", kinds=shown, bound=BOUNDS["fp32"])
+            proofs["as transformers' Trainer"] = theirs
         for name, proof in proofs.items():
             try:
                 found = proof()
             except LookupError as error:
                 is_refused = str(error).partition(":")[0] in _REFUSALS
                 found = str(error) if is_refused else Difference(0, "it", f"could not be run: {error}")
-            status = "not here" if isinstance(found, str) else "FAIL" if found else "PASS"
-            is_unexplained = isinstance(found, Difference) and found.what != "the samples" and "times" not in found.how
-            why = _DIVIDED if name == _FOUR and is_unexplained else ""
-            yield Claim(name, status, f"{found or ''}{why}")
+            yield Claim(name, "not here" if isinstance(found, str) else "FAIL" if found else "PASS", str(found or ""))
         for fault in [each for each in FAULTS if each != FIRST_LABEL]:
             seen = self._seen(fault)
-            yield Claim(
-                f"would see on one side: {fault}",
-                "PASS" if isinstance(seen, Difference) else "not here",
-                str(seen),
-            )
+            status = "PASS" if isinstance(seen, Difference) else "not here"
+            yield Claim(f"would see on one side: {fault}", status, str(seen))
+
+    def _compare(
+        self, one: str, two: str, *, kinds: Sequence[str] = STEP, bound: float | None = None,
+        excuses: Sequence[str] = (), missing: str = "", why: str = "",
+    ) -> Difference | str | None:  # fmt: skip
+        """Return in what a leg differs from another; text if random numbers explain that: `excuses` says which may.
+
+        `missing` is returned if neither leg has a number; `why` is added to a difference without a factor.
+        """
+        facts = self.recording(one).facts
+        counts = {"the number of processes": facts["processes"], "the number of data ranks": facts["data_ranks"]}
+        counts["the number of micro-batches"] = facts["accumulation"] * facts["data_ranks"]
+        bound = self._bound if bound is None else bound and max(bound, self._bound)
+        found = compare(self.recording(one), self.recording(two), counts, bound=bound, kinds=kinds)
+        if not found:
+            return None
+        if missing and found.what == "no number":
+            return missing
+        if told := [_RANDOM[what] for what in excuses if self.recording("one").facts[what]]:
+            return f"{told[0]}: {found}."
+        is_explained = found.what == "the samples" or "times" in found.how
+        return found if is_explained else Difference(found.step, found.what, found.how + why)
 
     def _moves(self) -> Difference | None:
         one = self.recording("one")
-        driven = {
-            name for step in one.steps for name, each in one.numbers.get(("gradient", step), {}).items() if each.any()
-        }
+        gradients = [one.numbers.get(("gradient", step), {}) for step in one.steps]
+        driven = {name for each in gradients for name, gradient in each.items() if gradient.any()}
         if lost := [name for name in self._unmoved() if name in driven]:
             how = "are as at the beginning, in spite of their gradients: build the optimizer when the model is complete"
             return Difference(STEPS, f"weights {listed(lost, most=5)}", how)
@@ -262,52 +283,29 @@ class Proof:
             return None
         return Difference(1, "labels", "are the next tokens already, and the model shifts them again")
 
-    def _compare(self, one: str, two: str, **options: Any) -> Difference | str | None:
-        facts = self.recording("mesh").ranks[0]
-        counts = {"the number of processes": facts["processes"], "the number of data ranks": facts["data_ranks"]}
-        counts["the number of micro-batches"] = facts["accumulation"] * facts["data_ranks"] if one == "mesh" else 4
-        found = compare(self.recording(one), self.recording(two), counts, **{"bound": self._bound, **options})
-        # What a step draws is the same in the same micro-batch, see `Recorder`.
-        is_drawn_alike = one in ("mesh", "mesh's checkpoint") and options.get("kinds") is not EVALUATION
-        causes = [what for what in _RANDOM if self.recording("one").ranks[0][what]]
-        told = next((_RANDOM[what] for what in causes if what != "draws" or not is_drawn_alike), "")
-        is_same = one in ("own resumed", "mesh resumed", THEIRS)  # where the same numbers are drawn
-        return f"{told}: {found}." if found and told and not is_same else found
-
-    def _evaluations(self, one: str, two: str) -> Difference | str | None:
-        if not any(kind == "metric" for kind, _ in self.recording(two).numbers):
-            return "The script has no evaluation set, or its evaluation failed."
-        bound = max(self._bound, BOUNDS["metric"])
-        return self._compare(one, two, kinds=EVALUATION, bound=bound)
-
     def _shares(self) -> Difference | str | None:
-        mesh = self.recording("mesh")
-        if mesh.ranks[0]["data_ranks"] == 1:
+        mesh, one = self.recording("mesh"), self.recording("one")
+        if mesh.facts["data_ranks"] == 1:
             return "All of them read the same samples, because they share one model."
-        if mesh.ranks[0]["random_data"]:
+        if mesh.facts["random_data"]:
             return f"{_RANDOM['random_data']}."
         for step in mesh.steps:
-            read, expected = Counter(chain(*mesh.samples(step))), Counter(chain(*self.recording("one").samples(step)))
-            if surplus := read - expected:
+            if surplus := mesh.samples(step) - one.samples(step):
                 return Difference(step, f"samples: {len(surplus)}", "are read by several processes")
         return None
 
     def _rounding(self) -> Difference | str | None:
-        fp32, moved, bf16 = (self.recording(name) for name in ("fp32", "fp32 perturbed", "bf16"))
-        limit = dict.fromkeys(("loss", "gradient norm"), _LEAST)
-        size = dict.fromkeys(limit, 0.0)
-        for step in fp32.steps:
-            for kind in limit:
-                values = [each.numbers.get((kind, step), {}).get("") for each in (fp32, moved, bf16)]
-                if any(each is None for each in values):
-                    continue
-                exact, other, rounded = map(float, values)  # type: ignore[arg-type]
-                size[kind] = max(size[kind], abs(exact))  # a gradient that vanishes is a difference of large ones
-                limit[kind] = max(limit[kind], _FACTOR * abs(other - exact) / size[kind])
-                if not abs(rounded - exact) <= limit[kind] * size[kind]:
-                    how = f"is {rounded:.6g}, and {exact:.6g} in fp32: rounding explains {limit[kind] * size[kind]:.1e}"
+        legs = [self.recording(name) for name in ("fp32", "fp32 perturbed", "bf16")]
+        size = 0.0
+        for kind in ("loss", "gradient norm"):
+            size, limit = 0.0, _LEAST
+            for step, (exact, other, rounded) in enumerate(zip(*(each.series(kind) for each in legs), strict=True), 1):
+                size = max(size, abs(exact))  # a gradient that vanishes is a difference of large ones
+                limit = max(limit, _FACTOR * abs(other - exact) / size)
+                if not abs(rounded - exact) <= limit * size:
+                    how = f"is {rounded:.6g}, and {exact:.6g} in fp32: rounding explains {limit * size:.1e}"
                     return Difference(step, kind, how)
-        return None if any(size.values()) else "No loss was logged."
+        return None if size else "No loss was logged."
 
     def _seen(self, fault: str) -> Difference | str:
         """Return in what a training with a planted fault differs, or why that cannot be seen."""
@@ -319,11 +317,12 @@ class Proof:
 
     def limits(self) -> list[str]:
         """Return what the proof does not cover, in sentences."""
-        one = self.recording("one")
         found = ["hftrain's Trainer was compared with itself: what both sides do wrong is not seen."]
-        found += dict.fromkeys(note for leg in ("mesh", "one") for note in self.recording(leg).ranks[0]["notes"])
+        found += dict.fromkeys(note for leg in ("mesh", "one") for note in self.recording(leg).facts["notes"])
         if still := self._unmoved():
             found.append(f"Not proved, because five steps do not change them: {listed(still, most=5)}.")
-        if not one.ranks[0]["has_padding"]:
+        if not self.recording("one").facts["has_padding"]:
             found.append("No batch has padding, so masks were not proved.")
+        if self._precision == "fp32":
+            found.append("In float32, to a thousandth, because it cannot be in float64.")
         return found

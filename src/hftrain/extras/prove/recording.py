@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
-from hftrain.arguments.serialization import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
-from hftrain.core.seed import preserved_rng, set_seed
+from hftrain.core.errors import ConfigError
+from hftrain.core.seed import capture_rng, preserved_rng, set_seed
 from hftrain.core.tree import as_array, batch_size_of, map_tensors, tensors_of
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.registry import create_strategy
@@ -41,24 +40,17 @@ _SIZES = {
     r"intermediate_size|.*ffn_dim|d_ff|n_inner": 128,
     r"hidden_size|d_model|n_embd|dim": 64,
 }
-_ARGUMENTS = {
-    "batch": "per_device_train_batch_size",
-    "accumulation": "gradient_accumulation_steps",
-    "eval_batch": "per_device_eval_batch_size",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """One training of a proof; None is the script's own setting."""
+    """One training of a proof."""
 
     name: str  # of the folder with its numbers
-    strategy: str | None = "single"  # with options behind commas
+    strategy: str = "single"  # with options behind commas; "own": the script's own
     precision: str = "fp64"  # "own": the script's own
-    batch: int | None = None
-    accumulation: int | None = None
-    eval_batch: int | None = None
-    steps: int = STEPS
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the arguments that only this one changes
+    micro_batches: int | None = None  # of a step, on all data ranks together
     resume: str | None = None  # the leg whose checkpoint it continues
     drops: bool = False  # whether dropout stays on
     evaluates: bool = False
@@ -67,88 +59,87 @@ class Leg:
     fault: str | None = None  # what is planted
 
 
-def _leave_out(batch: Any, number: int, last: int) -> Any:
-    return None if number == last and last > 1 else batch
-
-
-def _shift_labels(batch: Any, number: int, last: int) -> Any:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    return batch if labels is None else {**batch, "labels": labels.roll(1, -1)}
-
-
-def _share_mask(batch: Any, number: int, last: int) -> Any:
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return batch if mask is None else {**batch, "attention_mask": mask[:1].expand_as(mask).contiguous()}
-
-
-def _repeat_sample(batch: Any, number: int, last: int) -> Any:
+def _repeat_sample(batch: Any, is_last: bool) -> Any:
     size = batch_size_of(batch) or 0
     first = [0, *range(size - 1)]
     return map_tensors(batch, lambda each: each[first] if each.dim() and len(each) == size else each)
 
 
+def _change_first(labels: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+    return torch.cat([torch.where(labels[:, :1] == -100, batch["input_ids"][:, :1], -100), labels[:, 1:]], 1)
+
+
+def _changed(name: str, change: Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor]) -> Callable[..., Any]:
+    """Return a fault that changes a tensor of a batch, if the batch has one of that name."""
+
+    def plant(batch: Any, is_last: bool) -> Any:
+        value = batch.get(name) if isinstance(batch, Mapping) else None
+        return batch if value is None else {**batch, name: change(value, batch)}
+
+    return plant
+
+
+UNTIED = "tied weights that are untied"  # in the model, see `prepare`
+# A model that shifts its labels does not read the first of them.
+FIRST_LABEL = "first label"
+# What is planted to see whether a proof notices it, by its name: (micro-batch, whether it is the last of several in its
+# step) -> the faulty one; None leaves it out.
+FAULTS: dict[str, Callable[[Any, bool], Any]] = {
+    "a process left out of the mean": lambda batch, is_last: None if is_last else batch,
+    "labels shifted once more": _changed("labels", lambda labels, _: labels.roll(1, -1)),
+    "the mask of one sample for all": _changed("attention_mask", lambda mask, _: mask[:1].expand_as(mask).contiguous()),
+    "a sample read twice": _repeat_sample,
+    UNTIED: lambda batch, is_last: batch,
+    FIRST_LABEL: _changed("labels", _change_first),
+}
+
+
 def untie(model: Any) -> None:
     """Give the second name of the first shared parameter a copy of its own."""
-    seen = set()
-    for name, each in model.named_parameters(remove_duplicate=False):
-        if each in seen:
+    first = dict(model.named_parameters())
+    for name, each in [*model.named_parameters(remove_duplicate=False)]:
+        if name not in first:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, nn.Parameter(each.detach().clone()))
             if hasattr(model, "config"):
                 model.config.tie_word_embeddings = False
             return
-        seen.add(each)
 
 
-def _change_first_label(batch: Any, number: int, last: int) -> Any:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if labels is None or labels.dim() != 2:
-        return batch
-    first = torch.where(labels[:, :1] == -100, batch["input_ids"][:, :1], -100)
-    return {**batch, "labels": torch.cat([first, labels[:, 1:]], 1)}
+def prepare(leg: Leg, given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Change what a Trainer is constructed with to what a leg wants, and return the settings that its arguments get.
 
-
-UNTIED = "tied weights that are untied"
-# A model that shifts its labels does not read the first of them.
-FIRST_LABEL = "first label"
-# What is planted to see whether a proof notices it, by its name: (micro-batch, its number in the step from 1, how many
-# there are) -> the faulty one; None leaves it out.
-FAULTS: dict[str, Callable[[Any, int, int], Any]] = {
-    "a process left out of the mean": _leave_out,
-    "labels shifted once more": _shift_labels,
-    "the mask of one sample for all": _share_mask,
-    "a sample read twice": _repeat_sample,
-    UNTIED: lambda batch, number, last: batch,
-    FIRST_LABEL: _change_first_label,
-}
-
-
-def prepare(leg: Leg, folder: Path, given: dict[str, Any], notes: list[str]) -> None:
-    """Change the arguments of a Trainer's constructor to those of a leg; say in `notes` what the proof leaves out."""
-    args = given.get("args") or TrainingArguments(str(folder))
-    changes: dict[str, Any] = {
-        "output_dir": str(folder), "report_to": "none", "push_to_hub": False, "load_best_model_at_end": False,
-        "max_steps": leg.steps, "logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False,
+    `notes` get what the proof leaves out.
+    """
+    args, model = given.get("args"), given.get("model")
+    is_ours = args is None or isinstance(args, TrainingArguments)
+    settings: dict[str, Any] = {
+        "max_steps": STEPS, "logging_strategy": "steps", "logging_steps": 1, "logging_nan_inf_filter": False,
         "save_strategy": "steps", "save_steps": SAVED_STEP, "save_total_limit": None, "disable_tqdm": True,
-        "eval_on_start": False, "resume_from_checkpoint": None, "auto_find_batch_size": False,
+        "eval_on_start": False, "resume_from_checkpoint": None, "auto_find_batch_size": False, **leg.settings,
     }  # fmt: skip
-    changes |= {_ARGUMENTS[field]: value for field, value in asdict(leg).items() if field in _ARGUMENTS and value}
-    is_ours = isinstance(args, TrainingArguments)
     if leg.precision != "own":
-        changes |= dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), False) | {"tf32": None}
+        settings |= dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"), False) | {"tf32": None}
         given |= {"precision": leg.precision} if is_ours else {}
-    if leg.strategy is not None:
-        changes |= dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"))
+    if leg.strategy != "own":
+        settings |= dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"))
         given |= {"strategy": _strategy(leg.strategy)} if is_ours else {}
-    kind = type(args)
-    given["args"] = kind(**{**changed_settings(args.to_dict(), kind), **changes})
-    if not args.dataloader_drop_last:  # which may leave no batch of fewer
+    if is_ours:
+        settings["include_num_input_tokens_seen"] = getattr(args, "include_num_input_tokens_seen", False) or "all"
+    if leg.micro_batches:
+        strategy = given.get("strategy") or "auto"
+        data = (create_strategy(strategy) if isinstance(strategy, str) else strategy).data
+        settings["gradient_accumulation_steps"], left = divmod(leg.micro_batches, data.world_size)
+        if left:
+            reason = f"Its {data.world_size} data ranks cannot share the {leg.micro_batches} micro-batches of a step."
+            raise ConfigError(f"Cannot compare with {leg.strategy}.", reason, "Raise gradient_accumulation_steps.")
+    if not getattr(args, "dataloader_drop_last", False):  # which may leave no batch of fewer
         given["eval_dataset"] = _fewer(given.get("eval_dataset"), notes)
-    model = given.get("model")
     if model is not None and not leg.is_full and (given.get("optimizers") or (None, None)) == (None, None):
         given["model"] = _small(model, notes)
     if model is not None and leg.fault == UNTIED:
         untie(given["model"])
+    return settings
 
 
 def _strategy(text: str) -> str | Strategy:
@@ -219,14 +210,15 @@ class _InDouble(TorchFunctionMode):
 
 
 class Recorder(TrainerCallback):
-    """Write down the steps of a leg: samples, losses, gradients before clipping, norms, weights.
+    """Write down the steps of a leg: samples, counts, losses, gradients before clipping, norms, weights.
 
     ``rank0.safetensors`` holds what is compared, by ``kind/step/name``; ``rank0.json`` what else is known. Sharded
     tensors are kept whole, so all processes call it alike. `notes` say what the proof leaves out.
     """
 
     def __init__(self, leg: Leg, folder: Path, notes: list[str]) -> None:
-        self._leg, self._folder, self._step = leg, folder, 0
+        self._leg, self._folder, self._step, self._number = leg, folder, 0, 0
+        self._computing = _InDouble if leg.precision == "fp64" else nullcontext
         self._numbers: dict[str, torch.Tensor] = {}
         self._samples: dict[int, list[str]] = {}
         self._facts: dict[str, Any] = {"notes": notes, "has_padding": False, "draws": False, "shifted": False}
@@ -246,31 +238,28 @@ class Recorder(TrainerCallback):
 
     def noting(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `training_step` that does so."""
-        number = 0
 
         def step(model: Any, batch: Any, num_items: Any = None) -> Any:
-            nonlocal number
-            number = 1 if self._step not in self._samples else number + 1
+            self._number = 1 if self._step not in self._samples else self._number + 1
             if self._leg.precision == "fp64":
                 batch = map_tensors(batch, lambda each: each.double() if each.is_floating_point() else each)
-            self._samples.setdefault(self._step, []).extend(_fingerprints(batch))
+            self._samples.setdefault(self._step, []).extend(fingerprints(batch, self._pad))
+            if self._args.average_tokens_across_devices:  # otherwise each process has its own
+                self._keep("item count", {"": num_items})
             mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
             self._facts["has_padding"] |= isinstance(mask, torch.Tensor) and bool((mask == 0).any())
             self._facts["shifted"] |= _is_shifted(batch)
-            batch = FAULTS[self._leg.fault or UNTIED](batch, number, self._accumulation)
+            is_last = self._number == self._args.gradient_accumulation_steps > 1
+            batch = FAULTS[self._leg.fault or UNTIED](batch, is_last)
             if not self._leg.drops:  # the same micro-batch draws the same numbers in every training
                 set_seed(0)
-            numbers = str(numpy.random.get_state()), random.getstate(), torch.get_rng_state()
+            before = map_tensors(capture_rng(), torch.Tensor.tolist)
             with self._computing():
                 loss = torch.zeros(()) if batch is None else train(model, batch, num_items)
-            drawn = numbers[:2] != (str(numpy.random.get_state()), random.getstate())
-            self._facts["draws"] |= drawn or not torch.equal(numbers[2], torch.get_rng_state())
+            self._facts["draws"] |= before != map_tensors(capture_rng(), torch.Tensor.tolist)
             return loss
 
         return step
-
-    def _computing(self) -> AbstractContextManager[Any]:
-        return _InDouble() if self._leg.precision == "fp64" else nullcontext()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, each) for name, each in self._model.named_parameters() if each.requires_grad]
@@ -278,9 +267,8 @@ class Recorder(TrainerCallback):
     def _keep(self, kind: str, values: Mapping[str, Any]) -> None:
         for name, each in values.items():
             whole = each.full_tensor() if isinstance(each, DTensor) else each
-            if isinstance(whole, (torch.Tensor, int, float)) and not getattr(
-                whole, "is_meta", False
-            ):  # of other stages
+            # Those of other stages are on the meta device.
+            if isinstance(whole, (torch.Tensor, int, float)) and not getattr(whole, "is_meta", False):
                 kept = torch.as_tensor(whole, dtype=torch.float64, device="cpu")
                 self._numbers[f"{kind}/{self._step}/{name}"] = kept.detach().contiguous().clone()
 
@@ -292,8 +280,11 @@ class Recorder(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep what training begins with."""
-        self._accumulation = args.gradient_accumulation_steps
-        self._model, self._optimizer, self._step = kwargs["model"], kwargs["optimizer"], state.global_step
+        self._args, self._step = args, state.global_step
+        self._model, self._optimizer = kwargs["model"], kwargs["optimizer"]
+        tools = (kwargs.get("processing_class"), getattr(self._model, "config", None))
+        ids = (getattr(tool, "pad_token_id", None) for tool in tools)
+        self._pad = next((each for each in ids if isinstance(each, int)), 0)
         self._keep_weights()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -302,18 +293,19 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the weights where training may end or continue."""
-        if state.global_step in (SAVED_STEP, self._leg.steps):
+        if state.global_step in (SAVED_STEP, args.max_steps):
             self._keep_weights()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Keep what a step logs."""
         names = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
+        names |= {"num_input_tokens_seen": "token count"} if state.num_input_tokens_seen else {}
         for name in names.keys() & logs.keys() if "loss" in logs else ():
             self._keep(names[name], {"": logs[name]})
 
     def write(self, trainer: Any) -> None:
         """Evaluate and predict if the leg does, and write the files of this process."""
-        args, strategy = trainer.args, trainer.strategy
+        args, strategy = trainer.args, getattr(trainer, "strategy", None) or create_strategy("single")
         if self._leg.evaluates and trainer.eval_dataset is not None:
             try:
                 with self._computing():
@@ -323,16 +315,15 @@ class Recorder(TrainerCallback):
         self._facts |= {
             "data_rank": strategy.data.rank, "data_ranks": strategy.data.world_size, "processes": strategy.world_size,
             "batch": args.per_device_train_batch_size, "accumulation": args.gradient_accumulation_steps,
-            "samples": self._samples,
+            "samples": self._samples, "random_data": self._leg.evaluates and _is_random(trainer),
         }  # fmt: skip
-        self._facts["random_data"] = self._leg.evaluates and _is_random(trainer)
         path = self._folder / f"rank{strategy.rank}"
         save_file(self._numbers, path.with_suffix(".safetensors"))
         path.with_suffix(".json").write_text(json.dumps(self._facts, indent=1), encoding="utf-8")
 
     def _evaluate(self, trainer: Any) -> None:
-        measured = trainer.evaluate().items()
         timing = re.compile(r"epoch|.*(_runtime|_per_second|_time)")
+        measured = trainer.evaluate().items()
         self._keep("metric", {name: value for name, value in measured if not timing.fullmatch(name)})
         data = trainer.eval_dataset
         if getattr(trainer.args, "predict_with_generate", False):  # whose padding depends on who shares the batch
@@ -355,7 +346,7 @@ def _flat(name: str, tree: Any) -> dict[str, torch.Tensor]:
         tree = dict(enumerate(tree))
     if isinstance(tree, Mapping):
         return {path: value for key, each in tree.items() for path, value in _flat(f"{name}.{key}", each).items()}
-    is_numeric = getattr(getattr(tree, "dtype", None), "kind", "") in ("b", "i", "u", "f")
+    is_numeric = isinstance(tree, numpy.ndarray) and tree.dtype.kind in "biuf"
     return {name: torch.as_tensor(tree).clone()} if is_numeric else {}
 
 
@@ -375,26 +366,29 @@ def _is_random(trainer: Any) -> bool:
         loader = trainer.get_train_dataloader()
         with preserved_rng():
             rows = range(min(8, len(loader.dataset)))
-            one, two = (_fingerprints(loader.collate_fn([loader.dataset[row] for row in rows])) for _ in range(2))
+            one, two = (fingerprints(loader.collate_fn([loader.dataset[row] for row in rows])) for _ in range(2))
         return one != two
     except Exception:  # of a stream, or a loader of its own
         return False
 
 
-def _fingerprints(batch: Any) -> list[str]:
-    """Return a number for each sample that depends on its values without padding; one for a batch without samples."""
-    size, tensors = batch_size_of(batch), tensors_of(batch)
-    if not size or not all(each.dim() and len(each) == size for each in tensors):
-        return [_digest(tensors)]
-    if isinstance(batch, Mapping) and {"attention_mask", "input_ids", "labels"} <= batch.keys():
-        ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
-        if ids.shape == mask.shape:
-            return [_digest([ids[row][mask[row].bool()], labels[row][labels[row] != -100]]) for row in range(size)]
-    return [_digest([each[row] for each in tensors]) for row in range(size)]
+def fingerprints(batch: Any, pad: int = 0) -> list[str]:
+    """Return a number for each sample that depends on its values without padding; one for a batch without samples.
 
-
-def _digest(tensors: Sequence[torch.Tensor]) -> str:
-    whole = hashlib.sha256()
-    for each in tensors:
-        whole.update(as_array(each.detach().cpu().contiguous()).tobytes())
-    return whole.hexdigest()[:16]
+    Padding is what a mask leaves out, and the `pad` (-100 in labels) with which values end, such as those of a collator
+    that pads to the longest of a batch: no two samples of the same length become alike.
+    """
+    named: Any = batch if isinstance(batch, Mapping) else {"": batch}
+    tensors = [(each, -100 if name == "labels" else pad) for name in named for each in tensors_of(named[name])]
+    size, mask, found = batch_size_of(batch), named.get("attention_mask"), []
+    if not size or not all(each.dim() and len(each) == size for each, _ in tensors):
+        size, mask, tensors = 1, None, [(each[None], last) for each, last in tensors]
+    for row in range(size):
+        whole = hashlib.sha256()
+        for each, last in tensors:
+            is_masked = mask is not None and each.shape == mask.shape
+            values = as_array(each[row][mask[row].bool()] if is_masked else each[row]).ravel()
+            number = int(numpy.flatnonzero(values != last).max(initial=-1)) + 1
+            whole.update(f"{number} ".encode() + values[:number].tobytes())
+        found.append(whole.hexdigest()[:16])
+    return found
