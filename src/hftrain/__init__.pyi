@@ -93,9 +93,9 @@ from hftrain.core.errors import MissingDependencyError as MissingDependencyError
 from hftrain.core.errors import NonFiniteError as NonFiniteError
 from hftrain.core.errors import StrategyError as StrategyError
 from hftrain.core.errors import TaskError as TaskError
-from hftrain.core.progress import TrainerControl as TrainerControl
 from hftrain.core.seed import enable_full_determinism as enable_full_determinism
 from hftrain.core.seed import set_seed as set_seed
+from hftrain.core.state import TrainerControl as TrainerControl
 from hftrain.core.state import TrainerState as TrainerState
 from hftrain.core.types import BestRun as BestRun
 from hftrain.core.types import EvalLoopOutput as EvalLoopOutput

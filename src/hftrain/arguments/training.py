@@ -12,9 +12,9 @@ from hftrain.arguments.enums import FOLLOW_METRIC, IntervalStrategy, SaveStrateg
 from hftrain.arguments.fields import ArgumentFields
 from hftrain.arguments.normalize import convert_choices, normalize
 from hftrain.arguments.options import setting
+from hftrain.arguments.processes import ArgumentProcesses
 from hftrain.arguments.renames import apply_renames
 from hftrain.arguments.rules import check_combinations, check_kinds, check_values
-from hftrain.arguments.serialization import ArgumentSerialization
 from hftrain.arguments.setters import ArgumentSetters
 from hftrain.core.errors import UnknownArgumentError
 from hftrain.core.extras import extra
@@ -38,7 +38,7 @@ class _InitSignature:
 
 
 @dataclass(repr=False)
-class TrainingArguments(ArgumentSetters, ArgumentSerialization):
+class TrainingArguments(ArgumentSetters, ArgumentProcesses):
     """All settings of a run: a dataclass that checks its values on construction.
 
     Construction reads no file, environment variable or device, except to expand "~" in `output_dir` or `logging_dir`.

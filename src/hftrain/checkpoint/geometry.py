@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hftrain.core.errors import CheckpointError
-from hftrain.core.progress import Progress
+from hftrain.core.state import Progress
 
 # Decide the order of the data, or the meaning of the optimizer's state: a difference is an error.
 _FIXED = ("samples", "data_seed", "drop_last", "limits", "precision")

@@ -28,8 +28,7 @@ from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.devices import to_host
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
-from hftrain.core.progress import PER_RANK, WindowState
-from hftrain.core.state import HistoryText, TrainerState, find_misfit
+from hftrain.core.state import PER_RANK, HistoryText, TrainerState, WindowState, find_misfit
 from hftrain.optim.schedules import refresh_rate
 from hftrain.precision.base import Precision
 from hftrain.storage.files import read_json, unreadable, write_text

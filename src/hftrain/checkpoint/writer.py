@@ -1,8 +1,11 @@
-"""Write the checkpoints of a run, also if the disk is full, as its `SavePolicy` says."""
+"""Write the checkpoints of a run, as its `SavePolicy` says: check the folder first, and act if the disk is full."""
 
 from __future__ import annotations
 
+import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ from hftrain.checkpoint.state_files import Writer
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
 from hftrain.preemption.consensus import Consensus, Group
-from hftrain.storage.files import free_bytes, readable_bytes
+from hftrain.storage.files import WRITE_TEST, appears, free_bytes, readable_bytes
+from hftrain.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
@@ -178,3 +182,54 @@ class CheckpointWriter:
                 f"the last one is {checkpoints[-1].name}" if checkpoints else "there is none yet",
                 error,
             )
+
+
+def check_shared_folder(folder: Path, strategy: Strategy, *, on_each_node: bool) -> None:
+    """Raise if machines do not share an output folder that they should share, or the reverse. Collective.
+
+    The first process of each machine writes a file there and looks for the files of the others.
+
+    Raises:
+        ConfigError: Raised on all processes; it names two machines and their folders.
+    """
+    probe = folder / f"{WRITE_TEST}{secrets.token_hex(8)}" if strategy.is_local_main else None
+    host = socket.gethostname()
+    try:
+        problem = _write(probe, host)
+        notes = strategy.gather_object((host, str(folder), probe and probe.name, problem))
+        probes = [(other, Path(path), name) for other, path, name, _ in notes if name is not None]
+        problems = [note[3] for note in notes]
+        if len(probes) > 1 and not any(problems):
+            problems = strategy.gather_object(probe and _compare(probe, host, probes, on_each_node=on_each_node))
+    finally:
+        if probe is not None:
+            with suppress(OSError):
+                probe.unlink()
+    for reason, remedy in filter(None, problems):
+        raise ConfigError(f"Cannot save checkpoints to {folder}.", reason, remedy)
+
+
+def _write(probe: Path | None, host: str) -> tuple[str, str] | None:
+    """Write this machine's file; return the problem and what to do about it, None if there is none."""
+    try:
+        if probe is not None:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+    except OSError as error:
+        return f"{host} cannot write there: {error}.", "Give a folder in which this user may create files."
+    return None
+
+
+def _compare(
+    probe: Path, host: str, probes: list[tuple[str, Path, str]], *, on_each_node: bool
+) -> tuple[str, str] | None:
+    """Look for the other machines' files; return the problem and what to do about it, None if there is none."""
+    for other, folder, name in probes if on_each_node else probes[:1]:
+        is_other = name != probe.name
+        if on_each_node and is_other and (probe.parent / name).exists():
+            reason = f"{other} ({folder}) and {host} ({probe.parent}) write to the same storage."
+            return reason, "On storage that machines share leave save_on_each_node out."
+        if not on_each_node and is_other and not appears(probe.parent / name):
+            reason = f"What {other} writes to {folder}, {host} does not find in {probe.parent}."
+            return reason, "Give all machines one output_dir on storage that they share, or set save_on_each_node=True."
+    return None

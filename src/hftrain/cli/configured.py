@@ -23,9 +23,8 @@ from hftrain.cli.yaml_files import YamlFile, to_yaml
 from hftrain.core.elsewhere import names_elsewhere
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.optional import require
-from hftrain.core.progress import TrainerControl
 from hftrain.core.seed import set_seed
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.precision.base import Precision
 from hftrain.storage.files import local_folder, write_text
 from hftrain.strategies.base import Strategy

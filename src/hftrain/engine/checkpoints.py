@@ -16,7 +16,6 @@ from hftrain.checkpoint.layout import rng_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import read_manifest
 from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
-from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.state_files import (
     as_it_is,
     capture_own,
@@ -26,6 +25,7 @@ from hftrain.checkpoint.state_files import (
     restore_schedule,
 )
 from hftrain.checkpoint.weights import load_weights, save_weights
+from hftrain.checkpoint.writer import check_shared_folder
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.seed import restore_rng
 from hftrain.core.types import Owns

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import temporarily
-from hftrain.core.progress import Progress
+from hftrain.core.state import Progress
 from hftrain.preemption.board import Board
 from hftrain.preemption.grace import end_process
 

@@ -13,7 +13,7 @@ from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import is_foreign
 from hftrain.core.extras import extra
-from hftrain.core.progress import expects_save
+from hftrain.core.state import expects_save
 from hftrain.loops.fit import FitLoop
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import Contents

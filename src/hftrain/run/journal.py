@@ -35,8 +35,7 @@ from hftrain.core.extras import extra
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
 from hftrain.core.optional import installed_versions
-from hftrain.core.progress import Progress
-from hftrain.core.state import TrainerState
+from hftrain.core.state import Progress, TrainerState
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.output import Output
 from hftrain.storage.files import walk_files

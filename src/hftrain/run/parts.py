@@ -18,9 +18,8 @@ from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.registry import Entry
 from hftrain.core.extras import extra
-from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.signatures import Hooks
-from hftrain.core.state import TrainerState
+from hftrain.core.state import Progress, TrainerControl, TrainerState
 from hftrain.core.types import EvalLoopOutput
 from hftrain.data.limits import Limits
 from hftrain.loops.contract import Loop

@@ -22,9 +22,8 @@ from hftrain.checkpoint.state_files import load_part, load_trainer_state, reader
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
-from hftrain.core.progress import Progress
 from hftrain.core.signatures import Hooks
-from hftrain.core.state import TrainerState
+from hftrain.core.state import Progress, TrainerState
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed

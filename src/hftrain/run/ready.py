@@ -22,7 +22,7 @@ from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
-from hftrain.core.progress import Counter, TrainerControl
+from hftrain.core.state import Counter, TrainerControl
 from hftrain.evaluation.preparation import keeps_cache, switch_cache_off
 from hftrain.loops.fit import AFTER_ACTING, pass_flags
 from hftrain.optim.schedules import follows_metric

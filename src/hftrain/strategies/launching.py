@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
-from hftrain.core.launcher import read_launch
+from hftrain.core.launcher import accelerate_state, read_launch
 from hftrain.core.preserve import preserved_signals
 from hftrain.strategies.distributed import spare_forked_processes
 from hftrain.strategies.watch import is_broken_exchange

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hftrain.core.errors import CheckpointError
-from hftrain.core.progress import Progress
+from hftrain.core.state import Progress
 from hftrain.preemption import consensus
 from hftrain.preemption.board import Board
 from hftrain.preemption.consensus import SAVE, Consensus

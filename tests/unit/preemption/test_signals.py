@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hftrain.core.progress import Progress
+from hftrain.core.state import Progress
 from hftrain.preemption.board import Board
 from hftrain.preemption.consensus import Consensus
 from hftrain.preemption.signals import SignalHandlers, TrainingStopped

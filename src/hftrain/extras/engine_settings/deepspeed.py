@@ -12,6 +12,7 @@ from typing import Any
 from hftrain.adapter.data import total_batch_size
 from hftrain.adapter.strategy import DEEPSPEED_LAUNCHED, FSDP_LAUNCHED
 from hftrain.core.errors import ConfigError, clash
+from hftrain.core.launcher import is_set
 from hftrain.core.log import warn_once
 from hftrain.core.optional import is_available
 from hftrain.core.types import PrecisionPolicy
@@ -19,7 +20,6 @@ from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.deepspeed.config import Fill, find
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
-from hftrain.strategies.environment import is_set
 
 _YES = ("1", "true", "yes")
 _HALVES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}

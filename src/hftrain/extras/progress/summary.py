@@ -8,7 +8,7 @@ from typing import Any
 
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.core.errors import listed
-from hftrain.core.progress import Progress
+from hftrain.core.state import Progress
 from hftrain.extras.progress.bars import Rows, SummaryCallback, log_texts, number_text, seconds_text
 from hftrain.rules.evaluation import best_metric_key
 from hftrain.run.parts import RunParts

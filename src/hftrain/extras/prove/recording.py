@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Subset
 
-from hftrain.arguments.serialization import changed_settings
+from hftrain.arguments.processes import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.seed import preserved_rng, set_seed

@@ -23,10 +23,12 @@ from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
 from hftrain.strategies.deepspeed import zero3
-from hftrain.strategies.deepspeed.checks import check_keys, check_offload, check_with_deepspeed
 from hftrain.strategies.deepspeed.config import (
     HALVES,
     Fill,
+    check_keys,
+    check_offload,
+    check_with_deepspeed,
     fill,
     find,
     find_auto,
@@ -37,8 +39,15 @@ from hftrain.strategies.deepspeed.config import (
     refused,
     with_preset,
 )
-from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
-from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
+from hftrain.strategies.deepspeed.states import (
+    LastNorm,
+    forget_groups,
+    is_plain,
+    join_processes,
+    put_state,
+    split_off,
+    take_state,
+)
 from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.trainable_parameters import FixedParameters
 
