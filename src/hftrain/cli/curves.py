@@ -11,8 +11,7 @@ from itertools import cycle
 from pathlib import Path
 
 from hftrain.cli.answer import Answer
-from hftrain.cli.columns import Point
-from hftrain.cli.runs import FEW_RUNS, RunRecord, chosen_metrics, read_runs, thinned
+from hftrain.cli.runs import FEW_RUNS, Point, RunRecord, chosen_metrics, read_runs, thinned
 from hftrain.core.errors import ConfigError
 from hftrain.core.optional import require
 

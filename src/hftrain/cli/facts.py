@@ -10,8 +10,7 @@ from typing import Any
 
 from hftrain.checkpoint.layout import JOURNAL, TRAINER_STATE, checkpoint_step
 from hftrain.cli.answer import Answer, table
-from hftrain.cli.columns import is_number
-from hftrain.cli.runs import RunRecord, read_runs
+from hftrain.cli.runs import TOTAL, RunRecord, is_number, read_runs
 from hftrain.core.errors import ConfigError
 from hftrain.extras.progress.bars import seconds_text
 from hftrain.storage.files import local_folder
@@ -55,7 +54,7 @@ def best_of(run: RunRecord) -> tuple[str, int | None, float | None]:
     name = metric if metric in names and metric != run.subject(metric) else f"eval_{metric}"
     if name not in names:
         name = next((each for each in names if each != run.subject(each) == metric), name)
-    finite = [(value, step) for step, value in run.log.points(name) if math.isfinite(value)]
+    finite = [(value, step) for step, value in run.points(name) if math.isfinite(value)]
     if not finite or name == run.subject(name):
         return metric, None, None
     # The constructor of the arguments replaces None; a missing value means False.
@@ -83,7 +82,7 @@ def last_begin(run: RunRecord) -> Mapping[str, Any]:
 
 def steps_of(run: RunRecord) -> str:
     """Return how many optimizer steps were taken, of how many."""
-    logged = max(run.log.steps, default=0)
+    logged = max((int(entry["step"]) for _, entry in run.log if entry), default=0)
     done = run.sessions[-1][-1][1] if run.sessions else max(logged, run.state.get("global_step", 0))
     planned = last_begin(run).get("plan", {}).get("max_steps") or run.state.get("max_steps")
     return f"{done:,} of {planned:,}" if planned and is_number(planned) else f"{done:,}"
@@ -93,7 +92,8 @@ def duration_of(run: RunRecord) -> str:
     """Return the total duration of the sessions, without the time between them."""
     if run.sessions:
         return seconds_text(sum(session[-1][0] - session[0][0] for session in run.sessions))
-    return "" if run.log.total_s is None or not math.isfinite(run.log.total_s) else seconds_text(run.log.total_s)
+    total_s = next((entry[TOTAL] for _, entry in reversed(run.log) if TOTAL in entry), math.nan)
+    return seconds_text(total_s) if math.isfinite(total_s) else ""
 
 
 def in_digits(value: Any) -> str:

@@ -118,7 +118,7 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             label = metric if len(runs) == 1 else run.name if metric == subject else f"{run.name}: {metric}"
             color = len(panel["curves"]) if len(runs) == 1 else number
             panel["curves"].append(_curve(run, metric, label=label, color=color))
-            odd = [step for step, value in run.log.points(metric) if not math.isfinite(value)]
+            odd = [step for step, value in run.points(metric) if not math.isfinite(value)]
             if odd:
                 named = ", ".join(map(in_digits, odd[:_MAX_NAMED])) + (", ..." if len(odd) > _MAX_NAMED else "")
                 panel["notes"].append(f"{label}: NaN or infinite at step {named}")
@@ -135,9 +135,10 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 def _curve(run: RunRecord, metric: str, *, label: str, color: int) -> dict[str, Any]:
     start = run.sessions[0][0][0] if run.sessions else 0.0
+    rows = run.rows(metric)
     points = [
         (step, value, None if math.isnan(epoch) else epoch, None if math.isnan(at) else round((at - start) / 3600, 5))
-        for step, value, epoch, at in run.log.rows(metric, thinned(run.log.values(metric), _MAX_POINTS))
+        for step, value, epoch, at in map(rows.__getitem__, thinned([row[1] for row in rows], _MAX_POINTS))
     ]
     columns = zip(*points, strict=True)
     named = dict(zip(("step", "value", "epoch", "hours"), map(list, columns), strict=True))
@@ -176,7 +177,7 @@ def _about(run: RunRecord) -> dict[str, Any]:
 def _facts(run: RunRecord) -> list[dict[str, str]]:
     status, mood = status_of(run)
     metric, step, best = best_of(run)
-    final = next(reversed(run.log.values("loss")), None)
+    final = next((value for _, value in reversed(run.points("loss"))), None)
     begin = last_begin(run)
     limits = begin.get("plan", {}).get("limits")
     facts = [
@@ -227,7 +228,7 @@ def _evaluations(run: RunRecord) -> dict[str, Any]:
     names = [name for name in run.metrics() if name != run.subject(name)]
     rows: dict[float, dict[str, Any]] = {}
     for name in names:
-        for step, value, epoch, _ in run.log.rows(name, range(len(run.log.values(name)))):
+        for step, value, epoch, _ in run.rows(name):
             rows.setdefault(step, {"epoch": None if math.isnan(epoch) else epoch})[name] = value
     metric, best_step, best = best_of(run)
     steps = sorted(rows)
@@ -301,7 +302,7 @@ def _saved(run: RunRecord) -> Iterable[tuple[str, str, str, str]]:
 
 
 def _median_throughput(run: RunRecord) -> str:
-    rates = run.log.values(THROUGHPUT)
+    rates = [value for _, value in run.points(THROUGHPUT)]
     return in_digits(median(rates)) if rates else ""
 
 

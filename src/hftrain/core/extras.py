@@ -8,54 +8,31 @@ from typing import Any
 
 from hftrain.core.errors import MissingDependencyError
 
-# Deleting an extra's folder and its line here leaves the rest as it is.
-EXTRAS = {
-    "acceleration": "hftrain.extras.acceleration",
-    "added_groups": "hftrain.extras.added_groups",
-    "attaching": "hftrain.extras.attaching",
-    "background": "hftrain.extras.background",
-    "deepspeed": "hftrain.extras.engine_settings.deepspeed",
-    "early_stopping": "hftrain.extras.early_stopping",
-    "evaluated_weights": "hftrain.extras.evaluated_weights",
-    "flight_log": "hftrain.extras.flight.ledger",
-    "foreign_checkpoints": "hftrain.extras.foreign_checkpoints",
-    "fsdp": "hftrain.extras.engine_settings.fsdp",
-    "grouping": "hftrain.extras.grouping",
-    "health": "hftrain.extras.health",
-    "hub": "hftrain.extras.hub.trainer_hub",
-    "intervals": "hftrain.extras.intervals",
-    "jit_mode_eval": "hftrain.extras.tracing",
-    "liger": "hftrain.extras.liger",
-    "limits": "hftrain.extras.limits",
-    "live_window": "hftrain.extras.live_window",
-    "memory": "hftrain.extras.memory",
-    "mistakes": "hftrain.extras.mistakes",
-    "neftune": "hftrain.extras.neftune",
-    "own_loops": "hftrain.extras.own_loops",
-    "own_optimizers": "hftrain.extras.own_optimizers.reading",
-    "packing": "hftrain.extras.packing.checks",
-    "past_index": "hftrain.extras.recurrence",
-    "prediction_metrics": "hftrain.extras.predictions.batch_metrics",
-    "predictions": "hftrain.extras.predictions.gather",
-    "profiler": "hftrain.extras.profiling.profiling",
-    "progress": "hftrain.extras.progress.bars",
-    "record": "hftrain.extras.record",
-    "recompute": "hftrain.extras.recompute",
-    "rehearsal": "hftrain.extras.rehearsal.rehearsal",
-    "remote": "hftrain.extras.remote.folders",
-    "remote_checkpoints": "hftrain.extras.remote.checkpoints",
-    "reports": "hftrain.extras.reports",
-    "salvage": "hftrain.extras.salvage",
-    "search": "hftrain.extras.search.trials",
-    "shares": "hftrain.extras.shares",
-    "smaller_batches": "hftrain.extras.batch_size.micro_batches",
-    "streams": "hftrain.extras.streams",
-    "summary": "hftrain.extras.progress.summary",
-    "trackers": "hftrain.extras.trackers.choice",
-    "tuner": "hftrain.extras.rehearsal.tuning",
-    "underflow_overflow": "hftrain.extras.overflow",
-    "xla": "hftrain.extras.engine_settings.xla",
-    "xla_metrics": "hftrain.extras.engine_settings.xla",
+# Where those are that are not the module of their name. Deleting an extra, and its line here, leaves the rest as it is.
+_HOMES = {
+    "deepspeed": "engine_settings.deepspeed",
+    "flight_log": "flight.ledger",
+    "fsdp": "engine_settings.fsdp",
+    "hub": "hub.trainer_hub",
+    "jit_mode_eval": "tracing",
+    "own_optimizers": "own_optimizers.reading",
+    "packing": "packing.checks",
+    "past_index": "recurrence",
+    "prediction_metrics": "predictions.batch_metrics",
+    "predictions": "predictions.gather",
+    "profiler": "profiling.profiling",
+    "progress": "progress.bars",
+    "rehearsal": "rehearsal.rehearsal",
+    "remote": "remote.folders",
+    "remote_checkpoints": "remote.checkpoints",
+    "search": "search.trials",
+    "smaller_batches": "batch_size.micro_batches",
+    "summary": "progress.summary",
+    "trackers": "trackers.choice",
+    "tuner": "rehearsal.tuning",
+    "underflow_overflow": "overflow",
+    "xla": "engine_settings.xla",
+    "xla_metrics": "engine_settings.xla",
 }
 
 
@@ -65,8 +42,12 @@ def extra(name: str) -> Any:
     Raises:
         MissingDependencyError: There is no such extra.
     """
-    if name in EXTRAS:
-        return importlib.import_module(EXTRAS[name])
+    home = f"hftrain.extras.{_HOMES.get(name, name)}"
+    try:
+        return importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if not f"{home}.".startswith(f"{error.name}."):  # what the extra itself imports is missing
+            raise
     for point in entry_points(group="hftrain.extras", name=name):
         return point.load()
     raise MissingDependencyError(
