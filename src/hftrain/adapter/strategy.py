@@ -10,7 +10,7 @@ from hftrain.core.errors import ConfigError, clash
 from hftrain.core.extras import extra
 from hftrain.core.launcher import is_set, lacks_processes, launched, read_launch
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.meta import is_weightless
+from hftrain.core.parameters import is_weightless
 from hftrain.core.signatures import accepts
 from hftrain.precision.base import Precision
 from hftrain.precision.registry import precisions

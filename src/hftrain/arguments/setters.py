@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrain.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.arguments.normalize import convert_choices, normalize
-from hftrain.arguments.renames import current_optimizer
+from hftrain.arguments.normalize import convert_choices, current_optimizer, normalize
 from hftrain.arguments.rules import check_values
 
 if TYPE_CHECKING:

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from hftrain.arguments.enums import FOLLOW_METRIC, IntervalStrategy, SaveStrategy
 from hftrain.arguments.fields import ArgumentFields
-from hftrain.arguments.normalize import convert_choices, normalize
+from hftrain.arguments.normalize import apply_renames, convert_choices, normalize
 from hftrain.arguments.options import setting
 from hftrain.arguments.processes import ArgumentProcesses
-from hftrain.arguments.renames import apply_renames
 from hftrain.arguments.rules import check_combinations, check_kinds, check_values
 from hftrain.arguments.setters import ArgumentSetters
 from hftrain.core.errors import UnknownArgumentError

@@ -12,7 +12,7 @@ from typing import Any
 
 from hftrain.checkpoint.layout import MANIFEST, checkpoint_step, is_part
 from hftrain.core.errors import CheckpointError
-from hftrain.core.optional import installed_versions
+from hftrain.core.extras import installed_versions
 from hftrain.storage.files import read_json, sha256, unreadable, walk_files, write_text
 from hftrain.storage.hashing import Mark, mark
 

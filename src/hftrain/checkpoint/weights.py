@@ -18,8 +18,8 @@ import torch
 from hftrain.checkpoint.fitting import misfit, restoring
 from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHT_SHARDS, WEIGHTS, WEIGHTS_INDEX
 from hftrain.core.errors import CheckpointError
+from hftrain.core.extras import is_available
 from hftrain.core.log import get_logger
-from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng
 from hftrain.core.signatures import call_with
 from hftrain.storage.files import read_json, unreadable

@@ -129,7 +129,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
 
 def show_completion(shell: str) -> Answer:
     """Return a script that completes `hftrain`, its commands, their options and the names of files."""
-    resolve_name("hftrain.core.optional").require("shtab", feature="hftrain completion", extra="completion")
+    resolve_name("hftrain.core.extras").require("shtab", feature="hftrain completion", extra="completion")
     shtab = resolve_name("shtab")
     script = shtab.complete(make_parser(file=shtab.FILE, folder=shtab.DIRECTORY), shell)
     answer: Answer = resolve_name("hftrain.cli.answer").Answer([script], {"shell": shell, "script": script})

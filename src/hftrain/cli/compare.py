@@ -26,8 +26,7 @@ from hftrain.cli.replay import run_apart
 from hftrain.cli.runs import RunRecord, read_run
 from hftrain.cli.scripts import at_training, changed_construction
 from hftrain.core.errors import ConfigError, check_known
-from hftrain.core.extras import extra
-from hftrain.core.optional import is_available
+from hftrain.core.extras import extra, is_available
 from hftrain.core.seed import capture_rng, set_seed
 from hftrain.core.tree import as_array, map_tensors
 from hftrain.extras.compare import USUAL, Comparison

@@ -13,7 +13,7 @@ from pathlib import Path
 from hftrain.cli.answer import Answer
 from hftrain.cli.runs import FEW_RUNS, Point, RunRecord, chosen_metrics, read_runs, thinned
 from hftrain.core.errors import ConfigError
-from hftrain.core.optional import require
+from hftrain.core.extras import require
 
 _ROWS = 16
 _MAX_POINTS = 2000

@@ -14,7 +14,7 @@ from torch import nn
 from hftrain.cli.answer import Answer, table
 from hftrain.cli.scripts import at_training
 from hftrain.core.errors import ConfigError
-from hftrain.core.meta import meta_twin, weightless
+from hftrain.core.parameters import meta_twin, weightless
 from hftrain.core.tree import map_tensors
 from hftrain.storage.files import readable_bytes
 from hftrain.strategies.fsdp.units import find_units

@@ -20,9 +20,8 @@ from hftrain.cli.replay import run_apart
 from hftrain.cli.rounding import Perturb
 from hftrain.cli.scripts import at_training, changed_construction, until_training
 from hftrain.core.errors import ConfigError
-from hftrain.core.extras import extra
+from hftrain.core.extras import extra, installed_versions, is_available
 from hftrain.core.launcher import read_launch
-from hftrain.core.optional import installed_versions, is_available
 from hftrain.core.seed import set_seed
 from hftrain.extras.prove.claims import THEIRS, Proof, legs_alone, legs_on_mesh
 from hftrain.extras.prove.recording import SAVED_STEP, Leg, Recorder, calm, prepare

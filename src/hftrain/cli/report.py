@@ -19,7 +19,7 @@ from hftrain.cli.blame import tables_of
 from hftrain.cli.facts import UNENDED, best_of, duration_of, in_digits, last_begin, status_of, steps_of
 from hftrain.cli.runs import FEW_RUNS, MEMORY, THROUGHPUT, RunRecord, read_runs, thinned, unlogged
 from hftrain.core.errors import ConfigError
-from hftrain.core.optional import require
+from hftrain.core.extras import require
 from hftrain.storage.files import readable_bytes
 
 _MAX_POINTS = 2000

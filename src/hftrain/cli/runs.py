@@ -72,7 +72,7 @@ class RunRecord:
         name: A short name, unique among the shown runs.
         state: The newest documented state that was saved; empty if there is none.
         log: The times and numbers of the log entries in order, without those that a resume has superseded. Times are in
-            seconds since the epoch, NaN without a journal; with one, entries of training have `THROUGHPUT` and `MEMORY`.
+            seconds since the epoch, NaN without a journal; with one, those of training have `THROUGHPUT` and `MEMORY`.
         checkpoints: The checkpoints in commit order.
         events: The journal's events since the run's first begin, except logs.
         sessions: The first and last (time, step) of the journal's lines for each begin, including superseded ones.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from hftrain.core.optional import installed_versions
+from hftrain.core.extras import installed_versions
 from hftrain.core.preserve import preserved
 from hftrain.core.tree import batch_size_of
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.optional import require
+from hftrain.core.extras import require
 
 _LOOKS_EVERY_S = 0.005
 

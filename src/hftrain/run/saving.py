@@ -26,7 +26,7 @@ from hftrain.checkpoint.weights import load_task_state, load_weights, save_task_
 from hftrain.checkpoint.writer import Captured, CheckpointWriter, check_shared_folder
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
-from hftrain.core.meta import stored_in
+from hftrain.core.parameters import stored_in
 from hftrain.core.preserve import temporarily
 from hftrain.core.signatures import Hooks
 from hftrain.core.state import HistoryText, TrainerState

@@ -28,9 +28,9 @@ from hftrain.core.devices import find_device_type
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.launcher import accelerate_state, announce_launch, read_launch
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.meta import stored_in
+from hftrain.core.parameters import stored_in
 from hftrain.core.types import PrecisionPolicy
-from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import Board
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.links import link_timeout_s
 from hftrain.strategies.ranks import GroupRanks

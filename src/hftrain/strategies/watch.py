@@ -16,10 +16,10 @@ from typing import Any
 import torch.distributed as dist
 
 from hftrain.core.errors import StrategyError, listed
-from hftrain.core.frames import user_line, waits_for_others
+from hftrain.core.notes import user_line, waits_for_others
 from hftrain.core.preserve import temporarily
 from hftrain.core.state import Counter
-from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import Board
 from hftrain.preemption.grace import end_process
 from hftrain.strategies.links import Links
 

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.extras import require
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
-from hftrain.core.optional import require
 from hftrain.core.seed import add_generator
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import PrecisionPolicy

@@ -15,7 +15,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.layout import OPTIMIZER
 from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.state_files import check_complete
-from hftrain.core import replaced
+from hftrain.core.elsewhere import warn_of_unread, watched
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
@@ -83,8 +83,8 @@ def check_before_training(
     strategy.check_model(trainer.model)
     _check_run(trainer, hooks, evaluation.sets)
     folder = find_resume(trainer, hooks, output, resume)
-    if replaced.watched:
-        replaced.warn_of_unread(is_resume=folder is not None)
+    if watched:
+        warn_of_unread(is_resume=folder is not None)
     _check_loops(trainer, hooks, data, folder)
     if folder is not None:
         check_complete(folder, OPTIMIZER)

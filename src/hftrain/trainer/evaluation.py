@@ -21,7 +21,7 @@ from hftrain.core.signatures import Hooks
 from hftrain.core.types import EvalLoopOutput, StepOutput
 from hftrain.data.datasets import expected_samples, has_length
 from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
-from hftrain.data.limits import first_batches
+from hftrain.data.loaders import first_batches
 from hftrain.data.samplers import reading_order
 from hftrain.data.sharding import takes_turns
 from hftrain.evaluation.preparation import generates

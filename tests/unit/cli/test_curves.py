@@ -110,7 +110,7 @@ def test_mistakes_are_one_line(
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_foreign(tmp_path, 1, [{"loss": 1.0, "step": 1}])
     monkeypatch.setattr(
-        "hftrain.core.optional._cache",
+        "hftrain.core.extras._cache",
         lambda requirement: type("Absent", (), {"__bool__": lambda _: False, "message": "not installed"})(),
     )
     with pytest.raises(MissingDependencyError, match=r"pip install 'hftrain\[report\]'"):

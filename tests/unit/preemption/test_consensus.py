@@ -18,8 +18,7 @@ import pytest
 from hftrain.core.errors import CheckpointError
 from hftrain.core.state import Progress
 from hftrain.preemption import consensus
-from hftrain.preemption.board import Board
-from hftrain.preemption.consensus import SAVE, Consensus
+from hftrain.preemption.consensus import SAVE, Board, Consensus
 
 
 def make_consensus(

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from hftrain.core.state import Progress
-from hftrain.preemption.board import Board
-from hftrain.preemption.consensus import Consensus
+from hftrain.preemption.consensus import Board, Consensus
 from hftrain.preemption.signals import SignalHandlers, TrainingStopped
 from hftrain.strategies.single import SingleDeviceStrategy
 

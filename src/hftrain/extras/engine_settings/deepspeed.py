@@ -12,9 +12,9 @@ from typing import Any
 from hftrain.adapter.data import total_batch_size
 from hftrain.adapter.strategy import DEEPSPEED_LAUNCHED, FSDP_LAUNCHED
 from hftrain.core.errors import ConfigError, clash
+from hftrain.core.extras import is_available
 from hftrain.core.launcher import is_set
 from hftrain.core.log import warn_once
-from hftrain.core.optional import is_available
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy

@@ -6,8 +6,8 @@ from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.extras import require
 from hftrain.core.log import get_logger
-from hftrain.core.optional import require
 from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.extras.engine_settings.fsdp import read_fsdp_config
 

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from hftrain.callbacks.base import Metrics, TrainerCallback
-from hftrain.core.optional import is_available
+from hftrain.core.extras import is_available
 from hftrain.core.state import TrainerControl, TrainerState
 
 # Without a terminal: the shortest time between two lines, and the largest number of lines.

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from hftrain.core.errors import ConfigError, listed, suggest
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
-from hftrain.core.meta import stored_in
+from hftrain.core.parameters import stored_in
 from hftrain.core.tree import detach
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, HFTrainError, StrategyError
 from hftrain.core.launcher import read_launch
-from hftrain.core.meta import is_weightless
 from hftrain.core.notes import add_note
+from hftrain.core.parameters import is_weightless
 from hftrain.core.tree import tensors_of
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
