@@ -85,7 +85,7 @@ from hftrain.callbacks import TrainerCallback as TrainerCallback
 from hftrain.callbacks.logging import RunLogger as RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.layout import get_last_checkpoint as get_last_checkpoint
-from hftrain.checkpoint.policy import SavePolicy as SavePolicy
+from hftrain.checkpoint.writer import SavePolicy as SavePolicy
 from hftrain.core.errors import CheckpointError as CheckpointError
 from hftrain.core.errors import ConfigError as ConfigError
 from hftrain.core.errors import HFTrainError as HFTrainError

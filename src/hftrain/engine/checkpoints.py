@@ -15,14 +15,17 @@ from hftrain.checkpoint.geometry import check_equal, check_resumable
 from hftrain.checkpoint.layout import rng_name
 from hftrain.checkpoint.manager import CheckpointManager
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
 from hftrain.checkpoint.state_files import (
+    Entry,
+    Registry,
+    Scope,
     as_it_is,
     capture_own,
     capture_shards,
     load_own,
     readers_of,
     restore_schedule,
+    training_entries,
 )
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.checkpoint.writer import check_shared_folder

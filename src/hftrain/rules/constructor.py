@@ -15,8 +15,7 @@ from hftrain.core.elsewhere import is_meant, names_elsewhere, warn_of_uncalled, 
 from hftrain.core.errors import ConfigError, TaskError, UnknownArgumentError, a_kind
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
-from hftrain.rules.functions import check_call, check_callable
-from hftrain.rules.task import check_not_lightning
+from hftrain.rules.task import check_call, check_callable, check_not_lightning
 
 Init = TypeVar("Init", bound=Callable[..., None])
 

@@ -17,7 +17,7 @@ from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length
 from hftrain.data.eval_sets import EvalSet
 from hftrain.data.loaders import build_loader
-from hftrain.rules.functions import check_call
+from hftrain.rules.task import check_call
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import base_model
 from hftrain.task.model_task import ModelTask

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from hftrain.checkpoint.fitting import restoring
 from hftrain.checkpoint.layout import checkpoint_name
 from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.rotation import finite_of, last_finite_name
+from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng

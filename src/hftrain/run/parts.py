@@ -16,8 +16,8 @@ from hftrain.adapter.data import data_seed
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.registry import Entry
+from hftrain.checkpoint.state_files import Entry
+from hftrain.checkpoint.writer import SavePolicy
 from hftrain.core.extras import extra
 from hftrain.core.signatures import Hooks
 from hftrain.core.state import Progress, TrainerControl, TrainerState, expects_save

@@ -14,7 +14,7 @@ import torch
 from hftrain.adapter.data import syncs_each_batch
 from hftrain.arguments.processes import changed_settings
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.devices import empty_cache
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once

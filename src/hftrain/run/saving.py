@@ -19,11 +19,10 @@ from hftrain.checkpoint.layout import (
     checkpoint_name,
     checkpoint_step,
 )
-from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.rotation import Uncommitted
 from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_shards, save_trainer_state
 from hftrain.checkpoint.weights import load_task_state, load_weights, save_task_state, save_weights, with_own_configs
-from hftrain.checkpoint.writer import Captured, CheckpointWriter, check_shared_folder
+from hftrain.checkpoint.writer import Captured, CheckpointWriter, check_shared_folder, saves_at_all
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.parameters import stored_in

@@ -17,7 +17,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.logging import RunLogger
 from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
-from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.writer import SavePolicy
 from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
