@@ -83,8 +83,8 @@ from hftrain.callbacks import ExportableState as ExportableState
 from hftrain.callbacks import PrinterCallback as PrinterCallback
 from hftrain.callbacks import TrainerCallback as TrainerCallback
 from hftrain.callbacks.logging import RunLogger as RunLogger
-from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
-from hftrain.checkpoint.layout import get_last_checkpoint as get_last_checkpoint
+from hftrain.checkpoint.manifest import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
+from hftrain.checkpoint.manifest import get_last_checkpoint as get_last_checkpoint
 from hftrain.checkpoint.writer import SavePolicy as SavePolicy
 from hftrain.core.errors import CheckpointError as CheckpointError
 from hftrain.core.errors import ConfigError as ConfigError

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, keep_choices, misfit, restoring
-from hftrain.checkpoint.layout import (
+from hftrain.checkpoint.manifest import (
     MANIFEST,
     OPTIMIZER,
     OPTIMIZER_SHARDS,
     SCALER,
     TRAINER_STATE,
     WEIGHT_SHARDS,
+    read_manifest,
     rng_name,
 )
-from hftrain.checkpoint.manifest import read_manifest
 from hftrain.core.devices import to_host
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger

@@ -16,7 +16,14 @@ from typing import Any
 import torch
 
 from hftrain.checkpoint.fitting import misfit, restoring
-from hftrain.checkpoint.layout import BIN_WEIGHTS, BIN_WEIGHTS_INDEX, TASK_STATE, WEIGHT_SHARDS, WEIGHTS, WEIGHTS_INDEX
+from hftrain.checkpoint.manifest import (
+    BIN_WEIGHTS,
+    BIN_WEIGHTS_INDEX,
+    TASK_STATE,
+    WEIGHT_SHARDS,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+)
 from hftrain.core.errors import CheckpointError
 from hftrain.core.extras import is_available
 from hftrain.core.log import get_logger

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.checkpoint.layout import JOURNAL, TRAINER_STATE, checkpoint_step
+from hftrain.checkpoint.manifest import JOURNAL, TRAINER_STATE, checkpoint_step
 from hftrain.cli.answer import Answer, table
 from hftrain.cli.runs import TOTAL, RunRecord, is_number, read_runs
 from hftrain.core.errors import ConfigError

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from hftrain import compat
-from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.manifest import PACKAGES
+from hftrain.checkpoint.manifest import PACKAGES, checkpoint_name
 from hftrain.cli.answer import Answer
 from hftrain.cli.replay import run_apart
 from hftrain.cli.rounding import Perturb

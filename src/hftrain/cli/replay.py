@@ -20,7 +20,7 @@ from torch import nn
 
 from hftrain.arguments.processes import changed_settings
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.layout import checkpoint_step
+from hftrain.checkpoint.manifest import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
 from hftrain.cli.rounding import Perturb

@@ -13,7 +13,7 @@ from typing import Any
 
 from hftrain.arguments.processes import changed_settings
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step, is_foreign
+from hftrain.checkpoint.manifest import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step, is_foreign
 from hftrain.checkpoint.rotation import by_commit, readable
 from hftrain.checkpoint.state_files import load_part
 from hftrain.core.errors import CheckpointError, ConfigError, check_known

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hftrain.checkpoint.geometry import BatchGrid, check_resumable, convert_position
+from hftrain.checkpoint.fitting import BatchGrid, check_resumable, convert_position
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger

@@ -10,11 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.geometry import check_equal, check_resumable
-from hftrain.checkpoint.layout import rng_name
+from hftrain.checkpoint.fitting import check_equal, check_resumable, restoring
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.manifest import read_manifest, rng_name
 from hftrain.checkpoint.state_files import (
     Entry,
     Registry,

@@ -9,7 +9,7 @@ from typing import cast
 
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.layout import is_foreign
+from hftrain.checkpoint.manifest import is_foreign
 from hftrain.core.extras import extra
 from hftrain.loops.fit import FitLoop
 from hftrain.preemption.grace import GracePeriod

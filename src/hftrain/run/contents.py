@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.geometry import check_equal
-from hftrain.checkpoint.layout import DECLARED_OBJECTS, MANIFEST, OUTSIDE_WEIGHTS, SCHEDULER, is_foreign
-from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.fitting import check_equal
+from hftrain.checkpoint.manifest import (
+    DECLARED_OBJECTS,
+    MANIFEST,
+    OUTSIDE_WEIGHTS,
+    SCHEDULER,
+    is_foreign,
+    read_manifest,
+)
 from hftrain.checkpoint.state_files import (
     Entry,
     Keep,

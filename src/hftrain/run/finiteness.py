@@ -17,8 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.manifest import checkpoint_name, read_manifest
 from hftrain.checkpoint.rotation import finite_of, last_finite_name
 from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.errors import NonFiniteError, explain, listed

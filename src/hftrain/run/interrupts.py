@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.checkpoint.manifest import checkpoint_name
 from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.errors import StrategyError
 from hftrain.core.extras import extra

@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 
-from hftrain.checkpoint.layout import JOURNAL
-from hftrain.checkpoint.manifest import PACKAGES
+from hftrain.checkpoint.manifest import JOURNAL, PACKAGES
 from hftrain.core.devices import device_name, peak_memory
 from hftrain.core.extras import extra, installed_versions
 from hftrain.core.launcher import read_launch

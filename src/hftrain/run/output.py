@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hftrain.checkpoint.layout import TRAINER_STATE, checkpoint_step
+from hftrain.arguments.training import TrainingArguments
 from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.manifest import TRAINER_STATE, checkpoint_step
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
@@ -26,14 +27,20 @@ from hftrain.strategies.base import Strategy
 logger = get_logger(__name__)
 
 
+class HasArguments(Protocol):
+    """What has arguments, which may be replaced."""
+
+    args: TrainingArguments
+
+
 class Output:
     """The output folder of a Trainer, with uploads and downloads if it is remote.
 
     Args:
-        owner: The Trainer; its `args.output_dir`, a folder or the URL of a remote one, is read at each use.
+        owner: Its `args.output_dir`, a folder or the URL of a remote one, is read at each use.
     """
 
-    def __init__(self, owner: Any, strategy: Strategy) -> None:
+    def __init__(self, owner: HasArguments, strategy: Strategy) -> None:
         self._owner, self._strategy = owner, strategy
         self._launch_folder = Path.cwd()
         self._mirrors: dict[str, Any] = {}

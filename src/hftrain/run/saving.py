@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.layout import (
+from hftrain.checkpoint.manifest import (
     ARGUMENTS,
     MANIFEST,
     OUTSIDE_WEIGHTS,

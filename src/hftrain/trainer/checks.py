@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from hftrain.adapter.data import TrainPlan, loader_options, shard_plan
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.layout import OPTIMIZER
+from hftrain.checkpoint.manifest import OPTIMIZER
 from hftrain.checkpoint.state_files import check_complete
 from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.elsewhere import warn_of_unread, watched

@@ -16,7 +16,7 @@ from hftrain.adapter.data import total_batch_size
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.logging import RunLogger
-from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
+from hftrain.checkpoint.manifest import PREFIX_CHECKPOINT_DIR
 from hftrain.checkpoint.writer import SavePolicy
 from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, TaskError

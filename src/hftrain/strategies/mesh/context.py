@@ -19,9 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from hftrain.core.errors import ConfigError, StrategyError, check_known
 from hftrain.core.parameters import attention_of
-from hftrain.strategies.mesh.moves import exchange, join, split
+from hftrain.strategies.mesh.moves import Apart, exchange, join, split
 from hftrain.strategies.mesh.plans import Placing
-from hftrain.strategies.mesh.randomness import Apart
 from hftrain.strategies.mesh.sequence import SequenceSplit, find_layers
 from hftrain.strategies.mesh.styles import Colwise, Experts, Rowwise, TensorRanks
 

@@ -31,10 +31,10 @@ from hftrain.strategies.mesh.blocks import prove_blocks
 from hftrain.strategies.mesh.context import find_blocks, share_sequence, split_context
 from hftrain.strategies.mesh.layout import Layout, forget_meshes, layout_of
 from hftrain.strategies.mesh.loss import find_head, share_loss
+from hftrain.strategies.mesh.moves import Apart, seed_apart
 from hftrain.strategies.mesh.pipeline import Pipeline, StagesScaler, clip_grad_norm, optimizer_pieces, whole_tensors
 from hftrain.strategies.mesh.plans import Placing, find_plan, install, placings
 from hftrain.strategies.mesh.proof import Proof
-from hftrain.strategies.mesh.randomness import Apart, seed_apart
 from hftrain.strategies.mesh.sequence import find_layers
 from hftrain.strategies.mesh.styles import Colwise, TensorRanks
 from hftrain.strategies.ranks import DataRanks
