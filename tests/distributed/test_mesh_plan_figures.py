@@ -12,8 +12,7 @@ from hftrain.cli.plan import read_model
 from hftrain.core.parameters import weightless
 from hftrain.strategies.mesh.cutting import divide
 from hftrain.strategies.mesh.layout import Layout
-from hftrain.strategies.mesh.proposal import Candidate, measure
-from hftrain.strategies.mesh.tracing import trace
+from hftrain.strategies.mesh.proposal import Candidate, measure, trace
 from hftrain.strategies.registry import create_strategy
 
 # PEFT reads the older name.

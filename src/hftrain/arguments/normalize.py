@@ -9,7 +9,6 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
-from hftrain.arguments.accelerator import AcceleratorConfig
 from hftrain.arguments.enums import (
     DebugOption,
     FSDPOption,
@@ -21,6 +20,7 @@ from hftrain.arguments.enums import (
     ShardedDDPOption,
 )
 from hftrain.arguments.fields import ArgumentFields
+from hftrain.arguments.processes import AcceleratorConfig
 from hftrain.core.errors import ConfigError, suggest
 from hftrain.core.lengths import read_length
 from hftrain.core.log import warn_once

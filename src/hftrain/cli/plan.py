@@ -18,8 +18,7 @@ from hftrain.core.parameters import meta_twin, weightless
 from hftrain.core.tree import map_tensors
 from hftrain.storage.files import readable_bytes
 from hftrain.strategies.fsdp.units import find_units
-from hftrain.strategies.mesh.proposal import USABLE, Candidate, candidates
-from hftrain.strategies.mesh.tracing import Model
+from hftrain.strategies.mesh.proposal import USABLE, Candidate, Model, candidates
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 

@@ -21,8 +21,7 @@ from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.signatures import Hooks
-from hftrain.data.datasets import has_length
-from hftrain.data.eval_sets import EvalSet
+from hftrain.data.datasets import EvalSet, has_length
 from hftrain.data.loaders import build_loader, check_sendable
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.data import batch_columns, check_inputs, check_with_datasets

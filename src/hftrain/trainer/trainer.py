@@ -28,8 +28,7 @@ from hftrain.core.signatures import Hooks
 from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.core.tree import as_array, map_tensors
 from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, PredictionOutput, TrainOutput
-from hftrain.data.datasets import num_examples
-from hftrain.data.eval_sets import split_eval_sets
+from hftrain.data.datasets import num_examples, split_eval_sets
 from hftrain.data.loaders import make_limits
 from hftrain.evaluation.preparation import cast_inputs
 from hftrain.loops.contract import Loop
