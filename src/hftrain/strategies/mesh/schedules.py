@@ -156,7 +156,7 @@ class Run:
             return None
         total = torch.stack(self.sent[: self.num_real]).sum().requires_grad_()
         if isinstance(self.last, Mapping):
-            return type(self.last)({"loss": total})
+            return _only_loss(self.last, total)
         return total if isinstance(self.last, torch.Tensor) else (total, *[None] * (len(self.last) - 1))
 
     def _loss(self, index: int) -> torch.Tensor:
@@ -209,7 +209,7 @@ class Run:
         """Give every rank the last stage's outputs, detached; keep the outputs themselves."""
         if self.stage.is_last:
             if self.is_training and isinstance(outputs, Mapping) and outputs.get("loss") is not None:
-                outputs = type(outputs)({"loss": outputs["loss"]})
+                outputs = _only_loss(outputs, outputs["loss"])
             outputs = self._without_hollow(outputs)
             self.results = tensors_of(outputs)
         if self.stage.checks:
@@ -341,3 +341,7 @@ def _check_alike(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> No
 def sharded(model: nn.Module) -> list[FSDPModule]:
     """Return the modules that FSDP2 shards."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _only_loss(outputs: Any, loss: torch.Tensor) -> Any:
+    return type(outputs)({"loss": loss})
