@@ -35,8 +35,8 @@ from support.marked import may_hold, named
 from support.police import Snapshot
 from support.torch_sim.build import why_not as why_not_sim
 
+from hftrain.core.extras import is_available
 from hftrain.core.log import warn_once
-from hftrain.core.optional import is_available
 from hftrain.core.seed import preserved_rng, set_seed
 from hftrain.extras.trackers import choice
 

@@ -66,7 +66,6 @@ from transformers.utils.notebook import NotebookProgressCallback as NotebookProg
 from hftrain import loggers as loggers
 from hftrain import loops as loops
 from hftrain import strategies as strategies
-from hftrain.arguments.accelerator import AcceleratorConfig as AcceleratorConfig
 from hftrain.arguments.enums import DebugOption as DebugOption
 from hftrain.arguments.enums import FSDPOption as FSDPOption
 from hftrain.arguments.enums import HubStrategy as HubStrategy
@@ -75,6 +74,7 @@ from hftrain.arguments.enums import OptimizerNames as OptimizerNames
 from hftrain.arguments.enums import ParallelMode as ParallelMode
 from hftrain.arguments.enums import SaveStrategy as SaveStrategy
 from hftrain.arguments.enums import SchedulerType as SchedulerType
+from hftrain.arguments.processes import AcceleratorConfig as AcceleratorConfig
 from hftrain.arguments.training import Seq2SeqTrainingArguments as Seq2SeqTrainingArguments
 from hftrain.arguments.training import TrainingArguments as TrainingArguments
 from hftrain.callbacks import CallbackHandler as CallbackHandler
@@ -83,9 +83,9 @@ from hftrain.callbacks import ExportableState as ExportableState
 from hftrain.callbacks import PrinterCallback as PrinterCallback
 from hftrain.callbacks import TrainerCallback as TrainerCallback
 from hftrain.callbacks.logging import RunLogger as RunLogger
-from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
-from hftrain.checkpoint.layout import get_last_checkpoint as get_last_checkpoint
-from hftrain.checkpoint.policy import SavePolicy as SavePolicy
+from hftrain.checkpoint.manifest import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
+from hftrain.checkpoint.manifest import get_last_checkpoint as get_last_checkpoint
+from hftrain.checkpoint.writer import SavePolicy as SavePolicy
 from hftrain.core.errors import CheckpointError as CheckpointError
 from hftrain.core.errors import ConfigError as ConfigError
 from hftrain.core.errors import HFTrainError as HFTrainError
@@ -93,9 +93,9 @@ from hftrain.core.errors import MissingDependencyError as MissingDependencyError
 from hftrain.core.errors import NonFiniteError as NonFiniteError
 from hftrain.core.errors import StrategyError as StrategyError
 from hftrain.core.errors import TaskError as TaskError
-from hftrain.core.progress import TrainerControl as TrainerControl
 from hftrain.core.seed import enable_full_determinism as enable_full_determinism
 from hftrain.core.seed import set_seed as set_seed
+from hftrain.core.state import TrainerControl as TrainerControl
 from hftrain.core.state import TrainerState as TrainerState
 from hftrain.core.types import BestRun as BestRun
 from hftrain.core.types import EvalLoopOutput as EvalLoopOutput
@@ -108,8 +108,8 @@ from hftrain.data.collators import DataCollatorWithPadding as DataCollatorWithPa
 from hftrain.data.collators import DefaultDataCollator as DefaultDataCollator
 from hftrain.data.collators import default_data_collator as default_data_collator
 from hftrain.data.columns import RemoveColumnsCollator as RemoveColumnsCollator
+from hftrain.data.datasets import EvalSet as EvalSet
 from hftrain.data.datasets import has_length as has_length
-from hftrain.data.eval_sets import EvalSet as EvalSet
 from hftrain.engine.engine import Engine as Engine
 from hftrain.extras.accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
 from hftrain.extras.attaching import attach_weights as attach_weights

@@ -35,7 +35,7 @@ FOREIGN = {
     "extras/attaching.py": {"_keys_to_ignore_on_load_unexpected"},
     "checkpoint/weights.py": {"_keys_to_ignore_on_save"},
     "compat/accelerate_patches.py": {"_from_accelerator"},
-    "core/accelerate_state.py": {"_set_sync_gradients", "_shared_state"},
+    "core/launcher.py": {"_set_sync_gradients", "_shared_state"},
     "core/lazy.py": {"_handle_fromlist"},
     "core/parameters.py": {"_attn_implementation", "_no_split_modules"},
     "core/tree.py": {"_orig_mod", "_pytree"},
@@ -382,7 +382,7 @@ TRICKS = {
     "_compiled_call_impl": "task/model_call.py",  # a compiled model has no other place for its call
     "pthread_kill": "preemption/signals.py",  # a blocking call of the main thread goes on otherwise
     "os._exit": "preemption/grace.py",  # a collective whose partner is gone never ends
-    "_shared_state": "core/accelerate_state.py",  # accelerate's state cannot be read without creating it
+    "_shared_state": "core/launcher.py",  # accelerate's state cannot be read without creating it
 }
 
 

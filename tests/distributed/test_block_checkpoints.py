@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hftrain.checkpoint.layout import OPTIMIZER
+from hftrain.checkpoint.manifest import OPTIMIZER
 from hftrain.checkpoint.state_files import capture_shards, restore_optimizer, whole_state
 from hftrain.checkpoint.weights import load_weights, save_weights
 from hftrain.storage import shards

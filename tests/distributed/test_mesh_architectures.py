@@ -8,9 +8,9 @@ import pytest
 from support.meshes import PROOFS, prove
 
 from hftrain import ConfigError
+from hftrain.strategies.mesh.context import find_blocks
 from hftrain.strategies.mesh.plans import find_plan, placings
 from hftrain.strategies.mesh.sequence import find_layers
-from hftrain.strategies.mesh.sequence_parallel import find_blocks
 
 pytestmark = pytest.mark.distributed
 

@@ -29,8 +29,7 @@ from hftrain import (
     TaskModule,
     Trainer,
 )  # fmt: skip
-from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.manifest import list_checkpoints, verify
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.strategies.registry import create_strategy
 

@@ -9,11 +9,10 @@ import torch
 
 from hftrain import Trainer, TrainingArguments, set_seed
 from hftrain.cli.plan import read_model
-from hftrain.core.meta import weightless
+from hftrain.core.parameters import weightless
 from hftrain.strategies.mesh.cutting import divide
 from hftrain.strategies.mesh.layout import Layout
-from hftrain.strategies.mesh.proposal import Candidate, measure
-from hftrain.strategies.mesh.tracing import trace
+from hftrain.strategies.mesh.proposal import Candidate, measure, trace
 from hftrain.strategies.registry import create_strategy
 
 # PEFT reads the older name.

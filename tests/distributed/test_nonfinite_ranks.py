@@ -12,8 +12,7 @@ from support.resuming import StopAt, assert_same, outcome
 from support.tiny import SHARINGS, make_resumable, make_rows
 
 from hftrain import NonFiniteError, SavePolicy, TrainerCallback
-from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.manifest import list_checkpoints, read_manifest
 from hftrain.checkpoint.weights import read_weights
 
 pytestmark = pytest.mark.distributed

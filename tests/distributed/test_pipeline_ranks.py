@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hftrain.core.errors import StrategyError, TaskError
-from hftrain.strategies.mesh.pipeline import Pipeline
-from hftrain.strategies.mesh.staged import clip_grad_norm, whole_tensors
+from hftrain.strategies.mesh.pipeline import Pipeline, clip_grad_norm, whole_tensors
 
 pytestmark = pytest.mark.distributed
 EXACT = {"rtol": 0.0, "atol": 1e-12}

@@ -15,8 +15,7 @@ from support.tiny import SHARINGS, make_resumable, make_rows
 from support.writes import At, same_files
 
 from hftrain import CheckpointError, SavePolicy
-from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.manifest import list_checkpoints, verify
 from hftrain.extras.background import HostCopies
 from hftrain.storage import files
 

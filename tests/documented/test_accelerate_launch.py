@@ -17,8 +17,7 @@ import pytest
 from support.distributed import run_command
 from support.tiny import make_arguments
 
-from hftrain.adapter.precision import precision_request
-from hftrain.adapter.strategy import strategy_request
+from hftrain.adapter.strategy import precision_request, strategy_request
 from hftrain.task.compilation import CompileConfig
 
 COMMON = """

@@ -21,7 +21,7 @@ import torch
 from support.tiny import Net, Noisy, make_arguments, make_rows
 
 from hftrain import CheckpointError, Trainer, TrainerCallback, set_seed
-from hftrain.checkpoint.layout import checkpoint_step
+from hftrain.checkpoint.manifest import checkpoint_step
 from hftrain.extras.remote.folders import RemoteFolder
 from hftrain.storage.files import is_url
 

@@ -23,8 +23,7 @@ import torch
 from support.s3_server import BUCKET, KINDS, S3Server
 
 from hftrain import ConfigError
-from hftrain.checkpoint.layout import MANIFEST, checkpoint_step
-from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.manifest import MANIFEST, checkpoint_step, verify
 from hftrain.checkpoint.rotation import UnreachableError
 from hftrain.extras.remote.checkpoints import RemoteCheckpoints
 from hftrain.extras.remote.folders import RemoteFolder

@@ -20,8 +20,7 @@ from support.tiny import at, make_resumable, make_rows, on_tensor_ranks
 from torch.distributed.tensor import DTensor
 
 from hftrain import SavePolicy, Trainer, TrainerCallback
-from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.manifest import list_checkpoints, verify
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.storage import files
 

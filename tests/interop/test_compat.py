@@ -231,7 +231,7 @@ trainer.skip_first_batches = lambda loader, num_batches=0: loader
 with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
     made.train()
-    from hftrain.core.replaced import warn_of_unread
+    from hftrain.core.elsewhere import warn_of_unread
     warn_of_unread(is_resume=True)
 print(*[each.message for each in found], sep="\\n")
 """

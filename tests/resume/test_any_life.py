@@ -25,7 +25,7 @@ from support.tiny import Net, at, make_trainer
 from torch import nn
 
 from hftrain import EMA, SavePolicy, StepOutput, TaskModule, Trainer, set_seed
-from hftrain.checkpoint.layout import checkpoint_step, list_checkpoints
+from hftrain.checkpoint.manifest import checkpoint_step, list_checkpoints
 from hftrain.strategies.registry import create_strategy
 
 pytestmark = pytest.mark.distributed

@@ -11,7 +11,7 @@ from support.resuming import StopAt, assert_same, outcome
 from support.tiny import make_resumable
 
 from hftrain import SavePolicy, TrainerCallback
-from hftrain.checkpoint.layout import checkpoint_step
+from hftrain.checkpoint.manifest import checkpoint_step
 from hftrain.extras.remote.folders import RemoteFolder
 from hftrain.storage.files import is_url, mirror_of
 

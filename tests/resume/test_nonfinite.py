@@ -17,8 +17,7 @@ from support.tiny import Net, Task, at, make_resumable, make_rows
 from torch import nn
 
 from hftrain import ConfigError, Freeze, NonFiniteError, SavePolicy, StepOutput, Trainer, TrainerCallback
-from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.checkpoint.manifest import read_manifest, verify
+from hftrain.checkpoint.manifest import list_checkpoints, read_manifest, verify
 from hftrain.checkpoint.weights import read_weights
 from hftrain.run.finiteness import nonfinite_names
 from hftrain.storage.tensors import load_containers

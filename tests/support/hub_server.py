@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from hftrain.core.optional import is_available
+from hftrain.core.extras import is_available
 from hftrain.extras.hub.uploads import REQUIREMENT
 
 LARGE = (".safetensors", ".bin", ".pt", ".pth")

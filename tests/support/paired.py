@@ -27,4 +27,4 @@ class PairedStrategy(DDPStrategy):
         if self._device is None:
             super().launch()
             groups = [dist.new_group(list(range(copy, self.world_size, COPIES))) for copy in range(COPIES)]
-            self.data.join(groups[self.rank % COPIES])
+            self.data.group = groups[self.rank % COPIES]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hftrain.arguments.accelerator import AcceleratorConfig
+from hftrain.arguments.processes import AcceleratorConfig
 from hftrain.core.errors import ConfigError, clash, suggest
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger

@@ -1,26 +1,117 @@
-"""Properties of the current process, read from the launcher's environment variables at each call."""
+"""How processes share data, and arguments as properties of the current process, as plain values and as text."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from hftrain.arguments.enums import ParallelMode
 from hftrain.arguments.fields import ArgumentFields
+from hftrain.core.errors import ConfigError, check_known
 from hftrain.core.launcher import announce_launch, read_launch
 from hftrain.core.log import get_logger, passive_level
+
+
+@dataclass(slots=True)
+class AcceleratorConfig:
+    """Settings of `accelerator_config`: how data loaders are split across processes.
+
+    Args:
+        split_batches: Split one batch of `per_device_train_batch_size` across the processes.
+        dispatch_batches: The first process reads all data and sends the others their part; None: by dataset type.
+        even_batches: Give every process the same number of batches.
+        use_seedable_sampler: Shuffle depending only on the seed and the epoch.
+        non_blocking: Copy batches to the device asynchronously; None leaves the choice to the strategy.
+        gradient_accumulation_kwargs: `num_steps` and `sync_each_batch`.
+        use_configured_state: Reuse the accelerate state that is already set up.
+
+    Source: the documented `AcceleratorConfig`.
+
+    Example:
+        >>> AcceleratorConfig(split_batches=True).to_dict()["split_batches"]
+        True
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    non_blocking: bool | None = None
+    gradient_accumulation_kwargs: dict[str, Any] | None = None
+    use_configured_state: bool = False
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
+        """Read the settings from a JSON file.
+
+        Raises:
+            ConfigError: The file cannot be read or contains an unknown key.
+
+        Source: the documented `AcceleratorConfig.from_json_file`.
+        """
+        try:
+            settings = dict(json.loads(Path(json_file).read_text(encoding="utf-8")))
+        except (OSError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"Cannot use accelerator_config={os.fspath(json_file)!r}.",
+                f"It cannot be read as a JSON file that holds settings: {error}",
+                "Give the path of a JSON file, or a dict.",
+            ) from error
+        return cls.from_settings(settings)
+
+    @classmethod
+    def from_settings(cls, config: Any) -> AcceleratorConfig:
+        """Build the settings from a mapping or another library's object; None gives the defaults.
+
+        Raises:
+            ConfigError: A key is unknown, or the object is a class.
+        """
+        if isinstance(config, AcceleratorConfig):
+            return config
+        if isinstance(config, type):
+            raise ConfigError(
+                f"Cannot use accelerator_config={config.__name__}.",
+                "It is a class, and its settings are those of an instance.",
+                f"Give {config.__name__}(), or a dict.",
+            )
+        settings = {} if config is None else dict(config) if isinstance(config, Mapping) else dict(vars(config))
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in settings:
+            problem = f"Cannot use accelerator_config={{{key!r}: ...}}."
+            check_known(key, names, problem, "accelerator_config has no such key.")
+        return cls(**settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as a dict. Source: the documented `AcceleratorConfig.to_dict`."""
+        return dataclasses.asdict(self)
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        """Return a setting and reset it to its default. Source: the documented `AcceleratorConfig.pop`."""
+        field = type(self).__dataclass_fields__.get(key)
+        if field is None:
+            return default
+        value = getattr(self, key)
+        setattr(self, key, field.default)
+        return value
+
 
 if TYPE_CHECKING:
     import torch
 
 
 class ArgumentProcesses(ArgumentFields):
-    """Properties of the arguments that describe the current process."""
+    """What the arguments say of the current process, and their values with secrets hidden."""
 
     @property
     def world_size(self) -> int:
@@ -198,3 +289,79 @@ class ArgumentProcesses(ArgumentFields):
     @deepspeed_plugin.setter
     def deepspeed_plugin(self, value: Any) -> None:
         vars(self)["_deepspeed_plugin"] = value
+
+    # -- plain values and text, with secrets hidden --------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings as plain values; each `*_token` that is set is replaced by a placeholder.
+
+        Source: the documented `TrainingArguments.to_dict`.
+        """
+        names = [field.name for field in dataclasses.fields(self) if field.init]
+        values = {name: _to_plain(getattr(self, name)) for name in names}
+        secrets = {name: f"<{name.upper()}>" for name in names if name.endswith("_token") and values[name] is not None}
+        return values | secrets
+
+    def to_json_string(self) -> str:
+        """Return `to_dict()` as JSON text. Source: the documented `TrainingArguments.to_json_string`."""
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        """Return the settings as TensorBoard accepts them: numbers, booleans, text and tensors; others become text.
+
+        Source: the documented `TrainingArguments.to_sanitized_dict`.
+        """
+        settings = self.to_dict()
+        settings |= {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        kinds: tuple[type, ...] = (bool, int, float, str)
+        if "torch" in sys.modules:
+            kinds += (sys.modules["torch"].Tensor,)
+        return {name: value if isinstance(value, kinds) else str(value) for name, value in settings.items()}
+
+    def __str__(self) -> str:
+        lines = "".join(f"{name}={value!r},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{lines})"
+
+    __repr__ = __str__
+
+
+def changed_settings(values: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Return the plain settings that differ from the defaults of a class of arguments.
+
+    Args:
+        values: By name, as `to_dict` returns them; names that the class does not have are kept.
+    """
+    defaults = {field.name: field for field in dataclasses.fields(kind)}
+
+    def is_default(name: str, value: Any) -> bool:
+        field = defaults.get(name)
+        if field is None:
+            return False
+        if name == "run_name":
+            return bool(value == values.get("output_dir"))
+        setting = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = _to_plain(AcceleratorConfig() if name == "accelerator_config" and setting is None else setting)
+        # The constructor converts texts to lists, and None to False.
+        return bool(value == default or (not value and not default and type(value) in (list, dict, bool, type(None))))
+
+    return {name: value for name, value in values.items() if not is_default(name, value)}
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(item) for item in value]
+    if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    if isinstance(value, type):
+        return value
+    if hasattr(value, "to_dict"):
+        return _to_plain(value.to_dict())
+    if dataclasses.is_dataclass(value):
+        return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value

@@ -7,8 +7,8 @@ from typing import Any
 from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.callbacks.default_flow import DefaultFlowCallback, PrinterCallback
 from hftrain.callbacks.runner import CallbackHandler
+from hftrain.core.elsewhere import default_of
 from hftrain.core.extras import extra
-from hftrain.core.replaced import default_of
 
 __all__ = [
     "CallbackHandler",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hftrain.callbacks.base import CallbackResult, Metrics, TrainerCallback
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 
 
 class DefaultFlowCallback(TrainerCallback):

@@ -13,9 +13,8 @@ from hftrain.core.errors import CheckpointError, TaskError
 from hftrain.core.events import EVENTS
 from hftrain.core.log import warn_once
 from hftrain.core.preserve import temporarily
-from hftrain.core.progress import Counter, TrainerControl
 from hftrain.core.signatures import without
-from hftrain.core.state import TrainerState
+from hftrain.core.state import Counter, TrainerControl, TrainerState
 from hftrain.core.tree import is_alike
 
 Handler = Callable[..., Any]

@@ -9,15 +9,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hftrain.checkpoint.layout import (
+from hftrain.checkpoint.manifest import (
     MANIFEST,
     TRAINER_STATE,
+    Manifest,
     checkpoint_name,
     checkpoint_step,
     contents,
     nearby,
+    refuse_links,
+    refuse_uncommitted,
+    verify,
+    write_manifest,
 )
-from hftrain.checkpoint.manifest import Manifest, refuse_links, refuse_uncommitted, verify, write_manifest
 from hftrain.checkpoint.rotation import LocalCheckpoints, UnreachableError, best_names, by_commit, last_finite_name
 from hftrain.checkpoint.state_files import Writer
 from hftrain.core.errors import CheckpointError, ConfigError, explain

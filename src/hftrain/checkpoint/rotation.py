@@ -9,8 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hftrain.checkpoint.layout import MANIFEST, checkpoint_name, checkpoint_names, checkpoint_step
-from hftrain.checkpoint.manifest import Manifest, read_manifest
+from hftrain.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    checkpoint_name,
+    checkpoint_names,
+    checkpoint_step,
+    read_manifest,
+)
 from hftrain.core.errors import CheckpointError
 from hftrain.storage.files import discard
 

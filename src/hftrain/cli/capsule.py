@@ -20,14 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hftrain.arguments.serialization import changed_settings
+from hftrain.arguments.processes import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import PrinterCallback
 from hftrain.cli.answer import Answer
 from hftrain.cli.replay import do_step, ledger_with, run_apart, session_of
 from hftrain.cli.rounding import FACTOR, FLOOR, Perturb
 from hftrain.core.errors import ConfigError, a_kind, check_known, listed
-from hftrain.core.optional import require
+from hftrain.core.extras import require
 from hftrain.core.parameters import attention_of
 from hftrain.core.preserve import temporarily
 from hftrain.core.seed import capture_rng, restore_rng

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hftrain.checkpoint.manifest import PACKAGES
 from hftrain.cli.answer import Answer
+from hftrain.core.extras import installed_versions
 from hftrain.core.launcher import read_launch
-from hftrain.core.optional import installed_versions
 from hftrain.extras.check.proofs import Outcome, prove_all
 
 

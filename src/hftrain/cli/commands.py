@@ -120,7 +120,10 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
     _add_proof(add, file)
     _add_comparison(add, folder)
     _add_capsules(add, file, folder)
-    _add_checkpoints(add, folder)
+    what = "list a run's checkpoints and the one that a resume takes"
+    part = add.of_run("checkpoints", what, folder, "Each one is checked for missing and truncated files.")
+    verify = "also compare the SHA-256 of every file"
+    part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
     _add_plans(add, file)
     what, more = "print a script that completes this command in a shell", 'For bash: eval "$(hftrain completion bash)".'
     part = add("completion", "commands:show_completion", what, f"{more} Needs shtab.")
@@ -130,7 +133,7 @@ def make_parser(*, file: object = None, folder: object = None) -> argparse.Argum
 
 def show_completion(shell: str) -> Answer:
     """Return a script that completes `hftrain`, its commands, their options and the names of files."""
-    resolve_name("hftrain.core.optional").require("shtab", feature="hftrain completion", extra="completion")
+    resolve_name("hftrain.core.extras").require("shtab", feature="hftrain completion", extra="completion")
     shtab = resolve_name("shtab")
     script = shtab.complete(make_parser(file=shtab.FILE, folder=shtab.DIRECTORY), shell)
     answer: Answer = resolve_name("hftrain.cli.answer").Answer([script], {"shell": shell, "script": script})
@@ -259,13 +262,6 @@ def _add_faults(add: _Adder, folder: object) -> None:
     part.add_argument("--steps", type=int, metavar="N", help=what)
     what = "show where the processes of a run stand, which stand apart, and which one the others wait for"
     add.of_run("hangs", what, folder, "They write it on SIGQUIT, in a run with a flight log.")
-
-
-def _add_checkpoints(add: _Adder, folder: object) -> None:
-    what = "list a run's checkpoints and the one that a resume takes"
-    part = add.of_run("checkpoints", what, folder, "Each one is checked for missing and truncated files.")
-    verify = "also compare the SHA-256 of every file"
-    part.add_argument("--verify", dest="should_verify", action="store_true", help=verify)
 
 
 def _add_plans(add: _Adder, file: object) -> None:

@@ -11,10 +11,9 @@ from itertools import cycle
 from pathlib import Path
 
 from hftrain.cli.answer import Answer
-from hftrain.cli.columns import Point
-from hftrain.cli.runs import FEW_RUNS, RunRecord, chosen_metrics, read_runs, thinned
+from hftrain.cli.runs import FEW_RUNS, Point, RunRecord, chosen_metrics, read_runs, thinned
 from hftrain.core.errors import ConfigError
-from hftrain.core.optional import require
+from hftrain.core.extras import require
 
 _ROWS = 16
 _MAX_POINTS = 2000

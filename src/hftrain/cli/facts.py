@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hftrain.checkpoint.layout import JOURNAL, TRAINER_STATE, checkpoint_step
+from hftrain.checkpoint.manifest import JOURNAL, TRAINER_STATE, checkpoint_step
 from hftrain.cli.answer import Answer, table
-from hftrain.cli.columns import is_number
-from hftrain.cli.runs import RunRecord, read_runs
+from hftrain.cli.runs import TOTAL, RunRecord, is_number, read_runs
 from hftrain.core.errors import ConfigError
 from hftrain.extras.progress.bars import seconds_text
 from hftrain.storage.files import local_folder
@@ -66,7 +65,7 @@ def best_of(run: RunRecord) -> Best:
     name = metric if metric in names and metric != run.subject(metric) else f"eval_{metric}"
     if name not in names:
         name = next((candidate for candidate in names if candidate != run.subject(candidate) == metric), name)
-    finite = [(value, step) for step, value in run.log.points(name) if math.isfinite(value)]
+    finite = [(value, step) for step, value in run.points(name) if math.isfinite(value)]
     if not finite or name == run.subject(name):
         return Best(metric, None, None)
     # The constructor of the arguments replaces None; a missing value means False.
@@ -94,7 +93,7 @@ def last_begin(run: RunRecord) -> Mapping[str, Any]:
 
 def steps_of(run: RunRecord) -> str:
     """Return how many optimizer steps were taken, of how many."""
-    logged = max(run.log.steps, default=0)
+    logged = max((int(entry["step"]) for _, entry in run.log if entry), default=0)
     num_done = run.sessions[-1].last_step if run.sessions else max(logged, run.state.get("global_step", 0))
     num_planned = last_begin(run).get("plan", {}).get("max_steps") or run.state.get("max_steps")
     return f"{num_done:,} of {num_planned:,}" if num_planned and is_number(num_planned) else f"{num_done:,}"
@@ -104,7 +103,8 @@ def duration_of(run: RunRecord) -> str:
     """Return the total duration of the sessions, without the time between them."""
     if run.sessions:
         return seconds_text(sum(session.end_s - session.start_s for session in run.sessions))
-    return "" if run.log.total_s is None or not math.isfinite(run.log.total_s) else seconds_text(run.log.total_s)
+    total_s = next((entry[TOTAL] for _, entry in reversed(run.log) if TOTAL in entry), math.nan)
+    return seconds_text(total_s) if math.isfinite(total_s) else ""
 
 
 def in_digits(value: Any) -> str:

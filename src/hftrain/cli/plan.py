@@ -15,12 +15,11 @@ from torch import nn
 from hftrain.cli.answer import Answer, table
 from hftrain.cli.scripts import at_training
 from hftrain.core.errors import ConfigError
-from hftrain.core.meta import meta_twin, weightless
+from hftrain.core.parameters import meta_twin, weightless
 from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.storage.files import readable_bytes
 from hftrain.strategies.fsdp.units import find_units
-from hftrain.strategies.mesh.proposal import USABLE, Candidate, candidates
-from hftrain.strategies.mesh.tracing import Model
+from hftrain.strategies.mesh.proposal import USABLE, Candidate, Model, candidates
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 

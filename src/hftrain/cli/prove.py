@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from hftrain import compat
-from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.manifest import PACKAGES
+from hftrain.checkpoint.manifest import PACKAGES, checkpoint_name
 from hftrain.cli.answer import Answer
 from hftrain.cli.replay import run_apart
 from hftrain.cli.rounding import Perturb
 from hftrain.cli.scripts import at_training, changed_construction, only_with, redirect, until_training
 from hftrain.core.errors import ConfigError
-from hftrain.core.extras import extra
+from hftrain.core.extras import extra, installed_versions, is_available
 from hftrain.core.launcher import read_launch
-from hftrain.core.optional import installed_versions, is_available
 from hftrain.core.seed import set_seed
 from hftrain.extras.prove.claims import REFERENCE, THEIRS, Proof, Recording, legs_alone, legs_on_mesh
 from hftrain.extras.prove.recording import SAVED_STEP, Leg, Recorder, calm, prepare

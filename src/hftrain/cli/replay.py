@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.layout import checkpoint_step
+from hftrain.checkpoint.manifest import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
 from hftrain.cli.rounding import Perturb

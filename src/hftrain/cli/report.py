@@ -19,7 +19,7 @@ from hftrain.cli.blame import tables_of
 from hftrain.cli.facts import UNENDED, best_of, duration_of, in_digits, last_begin, status_of, steps_of
 from hftrain.cli.runs import FEW_RUNS, MEMORY, THROUGHPUT, RunRecord, read_runs, thinned, unlogged
 from hftrain.core.errors import ConfigError
-from hftrain.core.optional import require
+from hftrain.core.extras import require
 from hftrain.storage.files import readable_bytes
 
 _MAX_POINTS = 2000
@@ -118,7 +118,7 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
             label = metric if len(runs) == 1 else run.name if metric == subject else f"{run.name}: {metric}"
             color = len(panel["curves"]) if len(runs) == 1 else number
             panel["curves"].append(_curve(run, metric, label=label, color=color))
-            infinite = [step for step, value in run.log.points(metric) if not math.isfinite(value)]
+            infinite = [step for step, value in run.points(metric) if not math.isfinite(value)]
             if infinite:
                 steps = ", ".join(map(in_digits, infinite[:_MAX_NAMED]))
                 steps += ", ..." if len(infinite) > _MAX_NAMED else ""
@@ -136,9 +136,10 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 def _curve(run: RunRecord, metric: str, *, label: str, color: int) -> dict[str, Any]:
     start = run.sessions[0].start_s if run.sessions else 0.0
+    rows = run.rows(metric)
     points = [
         (step, value, None if math.isnan(epoch) else epoch, None if math.isnan(at) else round((at - start) / 3600, 5))
-        for step, value, epoch, at in run.log.rows(metric, thinned(run.log.values(metric), _MAX_POINTS))
+        for step, value, epoch, at in map(rows.__getitem__, thinned([row[1] for row in rows], _MAX_POINTS))
     ]
     columns = zip(*points, strict=True)
     columns_by_name = dict(zip(("step", "value", "epoch", "hours"), map(list, columns), strict=True))
@@ -177,7 +178,7 @@ def _describe_run(run: RunRecord) -> dict[str, Any]:
 def _facts(run: RunRecord) -> list[dict[str, str]]:
     status, mood = status_of(run)
     best = best_of(run)
-    final = next(reversed(run.log.values("loss")), None)
+    final = next((value for _, value in reversed(run.points("loss"))), None)
     begin = last_begin(run)
     limits = begin.get("plan", {}).get("limits")
     facts = [
@@ -228,7 +229,7 @@ def _evaluations(run: RunRecord) -> dict[str, Any]:
     names = [name for name in run.metrics() if name != run.subject(name)]
     rows: dict[float, dict[str, Any]] = {}
     for name in names:
-        for step, value, epoch, _ in run.log.rows(name, range(len(run.log.values(name)))):
+        for step, value, epoch, _ in run.rows(name):
             rows.setdefault(step, {"epoch": None if math.isnan(epoch) else epoch})[name] = value
     best = best_of(run)
     steps = sorted(rows)
@@ -302,7 +303,7 @@ def _checkpoint_rows(run: RunRecord) -> Iterable[tuple[str, str, str, str]]:
 
 
 def _median_throughput(run: RunRecord) -> str:
-    rates = run.log.values(THROUGHPUT)
+    rates = [value for _, value in run.points(THROUGHPUT)]
     return in_digits(median(rates)) if rates else ""
 
 

@@ -11,12 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hftrain.arguments.serialization import changed_settings
+from hftrain.arguments.processes import changed_settings
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.layout import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step, is_foreign
+from hftrain.checkpoint.manifest import ARGUMENTS, JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step, is_foreign
 from hftrain.checkpoint.rotation import by_commit, readable
 from hftrain.checkpoint.state_files import load_part
-from hftrain.cli.columns import LogColumns, Point, is_number
 from hftrain.core.errors import CheckpointError, ConfigError, check_known
 from hftrain.core.extras import extra
 from hftrain.core.state import find_misfit
@@ -24,12 +23,16 @@ from hftrain.extras.flight.reading import read_ledger, total_loss
 from hftrain.loggers.base import flatten
 from hftrain.storage.files import is_url, local_folder, read_json, walk_files
 
+Point = tuple[float, float]
 # More runs than these share one legend and one title, and show one loss.
 FEW_RUNS = 3
 # Values of a log entry that are not metrics: its position, its times and speeds.
 _POSITIONS = ("step", "epoch", "total_flos", "num_input_tokens_seen")
 _SPEED_SUFFIXES = ("_runtime", "_per_second")
 _RUNTIME = "_runtime"
+# Only in the last entry of a training, its summary.
+TOTAL = "train_runtime"
+_LARGEST = 1 << 62
 # Values that the journal adds to the entries of training.
 THROUGHPUT, MEMORY = "samples_per_s", {"host": "host_memory_gb", "device": "device_memory_gb"}
 
@@ -77,8 +80,8 @@ class RunRecord:
     Args:
         name: A short name, unique among the shown runs.
         state: The newest documented state that was saved; empty if there is none.
-        log: The numbers of the log entries in order, without those that a resume has superseded. With a journal,
-            they have their times, and those of training `THROUGHPUT` and `MEMORY`.
+        log: The times and numbers of the log entries in order, without those that a resume has superseded. Times are in
+            seconds since the epoch, NaN without a journal; with one, those of training have `THROUGHPUT` and `MEMORY`.
         checkpoints: The checkpoints in commit order.
         events: The journal's events since the run's first begin, except logs.
         sessions: Those of the journal, including superseded ones.
@@ -90,7 +93,7 @@ class RunRecord:
     name: str
     folder: str
     state: Mapping[str, Any]
-    log: LogColumns
+    log: Sequence[tuple[float, Mapping[str, float]]]
     checkpoints: Sequence[Checkpoint]
     events: Sequence[Mapping[str, Any]]
     sessions: Sequence[Session]
@@ -102,11 +105,19 @@ class RunRecord:
 
     def metrics(self) -> list[str]:
         """Return the names of the logged metrics, in the order of their first values."""
-        return [name for name in self.log if name not in _POSITIONS and not name.endswith(_SPEED_SUFFIXES)]
+        return self._metrics
 
     def points(self, metric: str) -> list[Point]:
         """Return (step, value) for each entry with a metric, including NaN and infinite values."""
-        return list(self.log.points(metric))
+        return [(step, value) for step, value, *_ in self.rows(metric)]
+
+    def rows(self, metric: str) -> list[tuple[int, float, float, float]]:
+        """Return (step, value, epoch, time) for each entry with a metric; epoch and time are NaN if unknown."""
+        return [
+            (int(entry["step"]), entry[metric], entry.get("epoch", math.nan), at_s)
+            for at_s, entry in self.log
+            if metric in entry and TOTAL not in entry
+        ]
 
     def subject(self, metric: str) -> str:
         """Return a metric's name without the prefix of its evaluation; equal for comparable metrics."""
@@ -114,8 +125,26 @@ class RunRecord:
         return metric.removeprefix(f"{max(prefixes, key=len)}_") if prefixes else metric
 
     @cached_property
+    def _metrics(self) -> list[str]:
+        names = dict.fromkeys(name for _, entry in self.log if TOTAL not in entry for name in entry)
+        return [name for name in names if name not in _POSITIONS and not name.endswith(_SPEED_SUFFIXES)]
+
+    @cached_property
     def _prefixes(self) -> set[str]:
-        return {name.removesuffix(_RUNTIME) for name in self.log.names if name.endswith(_RUNTIME)}
+        return {name.removesuffix(_RUNTIME) for _, entry in self.log for name in entry if name.endswith(_RUNTIME)}
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a logged value is a number; bools, and integers that no float holds, are not."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, float) or (is_whole and -_LARGEST <= value <= _LARGEST)
+
+
+def _timed(entry: Mapping[str, Any], at_s: float = math.nan) -> tuple[float, dict[str, float]]:
+    """Return an entry's time and its numbers; none of an entry without a step."""
+    step = entry.get("step")
+    has_step = is_number(step) and abs(step) < _LARGEST  # type: ignore[arg-type]
+    return at_s, {name: float(value) for name, value in entry.items() if has_step and is_number(value)}
 
 
 def read_runs(folders: Sequence[str]) -> list[RunRecord]:
@@ -223,12 +252,12 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
         missing = f"It holds no {JOURNAL} or {TRAINER_STATE} that can be read."
         reason = missing if path.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot read a run from {folder!r}.", reason, "Name the output_dir of a run.")
-    if not set(journal.log) - {*_POSITIONS}:
+    if not any(entry.keys() - {*_POSITIONS} for _, entry in journal.log if TOTAL not in entry):
         for step, lines in read_ledger(path).items():
             losses, norm = list(map(total_loss, lines)), lines[0].get("norm")
-            journal.log.add({"step": step, "loss": sum(losses) / len(losses), "grad_norm": norm})
+            journal.log.append(_timed({"step": step, "loss": sum(losses) / len(losses), "grad_norm": norm}))
     begin: Mapping[str, Any] = next((line for line in reversed(journal.events) if line["event"] == "begin"), {})
-    manifest = next(filter(None, map(readable, reversed(paths))), None)
+    manifest = next((found for each in reversed(paths) if (found := readable(each)) is not None), None)
     versions, config = begin.get("environment", {}).get("versions"), flatten(begin.get("config", {}))
     # As they are written on the command line.
     config = {name.replace(".init_args.", "."): value for name, value in config.items() if value != {}}
@@ -264,11 +293,11 @@ class _Journal:
         self._saved_log = saved  # the log of the newest state: all there is without a journal
         self.num_lines = self.num_unread = self.num_runs = 0
         self._reset([])
-        for entry in saved:
-            self.log.add(entry)
+        self.log.extend(map(_timed, saved))
 
     def _reset(self, events: list[dict[str, Any]]) -> None:
-        self.events, self.log = events, LogColumns()
+        self.events = events
+        self.log: list[tuple[float, dict[str, float]]] = []
         self.sessions: list[list[Point]] = []
         self._has_ended = False
         self._samples, self._trained_s = 0, 0.0
@@ -316,12 +345,10 @@ class _Journal:
         num_logged = int(line.get("num_logged", 0))
         # The earlier entries may be in the journal of another folder.
         if "earlier" not in line and len(self.log) >= num_logged:
-            self.log.cut(max(num_logged, 0))
+            del self.log[max(num_logged, 0) :]
         else:
-            self.log = LogColumns()
-            for entry in line.get("earlier", self._saved_log[:num_logged]):
-                if isinstance(entry, dict):
-                    self.log.add(entry)
+            earlier = line.get("earlier", self._saved_log[:num_logged])
+            self.log = [_timed(entry) for entry in earlier if isinstance(entry, dict)]
         self._samples, self._trained_s = 0, 0.0
 
     def _add_entry(self, line: Mapping[str, Any]) -> None:
@@ -334,7 +361,7 @@ class _Journal:
                 if kind in MEMORY and is_number(size):
                     entry[MEMORY[kind]] = size / 1e9
             self._samples, self._trained_s = line["samples"], line["trained_s"]
-        self.log.add(entry, line["at"])
+        self.log.append(_timed(entry, line["at"]))
 
 
 def _is_readable(line: Any) -> bool:

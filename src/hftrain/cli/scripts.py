@@ -14,11 +14,10 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar
 
 from hftrain import compat
-from hftrain.arguments.serialization import changed_settings
+from hftrain.arguments.processes import changed_settings
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.errors import ConfigError
-from hftrain.core.extras import extra
-from hftrain.core.optional import is_available
+from hftrain.core.extras import extra, is_available
 from hftrain.core.preserve import temporarily
 from hftrain.trainer.trainer import Trainer
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.devices import find_device_type
-from hftrain.core.launcher import announce_launch, read_launch
+from hftrain.core.launcher import accelerate_state, announce_launch, read_launch
 
 
 def adapted_log(log: Any) -> Any:

@@ -20,7 +20,7 @@ _NAMES = (
         "CallbackHandler DefaultFlowCallback ExportableState PrinterCallback TrainerCallback",
     ),
     ("transformers.trainer_callback", "hftrain", "EarlyStoppingCallback ProgressCallback"),
-    ("transformers.trainer_callback", "hftrain.core.progress", "TrainerControl"),
+    ("transformers.trainer_callback", "hftrain.core.state", "TrainerControl"),
     ("transformers.trainer_callback", "hftrain.core.state", "TrainerState"),
     (
         "transformers.trainer_utils",

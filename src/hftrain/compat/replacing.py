@@ -10,9 +10,9 @@ from typing import Any
 
 from hftrain.compat.accelerate_patches import adapted_init, adapted_log, adapted_settings
 from hftrain.compat.names import TELLTALE_CLASSES, replacements, watched_modules
+from hftrain.core.elsewhere import forget_modules, watch_modules
 from hftrain.core.errors import ConfigError
-from hftrain.core.optional import require
-from hftrain.core.replaced import forget_modules, watch_modules
+from hftrain.core.extras import require
 
 # Packages that may refer to transformers' objects.
 _LIBRARY = ("transformers", "hftrain")

@@ -1,4 +1,4 @@
-"""How this process and its siblings were launched: the only module that reads launcher variables."""
+"""How this process and its siblings were launched, by the launcher's variables, and what accelerate holds of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import sys
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hftrain.core.errors import ConfigError
 
@@ -199,3 +199,43 @@ def _number(name: str | None) -> int | None:
             "Start with torchrun or another launcher that sets it, or unset it.",
         )
     return int(value) if value and int(value) >= 0 else None
+
+
+# Only `accelerate launch` sets them, the second one with DeepSpeed.
+_MARKS = ("ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_CONFIG_DS_FIELDS")
+
+
+def launched(variable: str) -> str:
+    """Return a launcher's variable; nothing without one, where transformers' `TrainingArguments` may have set it."""
+    is_alone = os.environ.keys().isdisjoint(_MARKS) and read_launch().launcher is None
+    return "" if is_alone else os.environ.get(variable, "")
+
+
+def is_set(variable: str) -> bool:
+    """Return whether a launcher's environment variable is true."""
+    return launched(variable).lower() in ("1", "true", "yes")
+
+
+def lacks_processes() -> bool:
+    """Return whether `accelerate launch` started only this process of several, as it does on CPUs.
+
+    It then sets the rendezvous address, but neither it nor MPI sets the number of processes.
+    """
+    names = (_MARKS[0], "MASTER_ADDR", "MASTER_PORT")
+    return all(name in os.environ for name in names) and read_launch().launcher is None
+
+
+def accelerate_state(name: str) -> dict[str, Any]:
+    """Return a state's dict (of ``"PartialState"``, say), empty before it is created; clear it to allow a new one."""
+    module = sys.modules.get("accelerate.state")
+    held: dict[str, Any] = {} if module is None else getattr(module, name)._shared_state
+    return held
+
+
+def tell_accelerate_sync(accelerator: Any, syncs: bool) -> None:
+    """Tell an `accelerate.Accelerator` whether this micro-step is the last one before an update."""
+    from accelerate.state import GradientState
+
+    # The accelerator's own state, and the shared one that prepared optimizers read.
+    for state in (accelerator.gradient_state, GradientState()):
+        state._set_sync_gradients(syncs)

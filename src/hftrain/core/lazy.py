@@ -72,7 +72,7 @@ def lazy_names(package: str, *own: str) -> tuple[Callable[[str], Any], Callable[
 
 def from_transformers(home: str, name: str) -> Any:
     """Return what a module of transformers defines; raise `MissingDependencyError` if it is not installed."""
-    _imported("hftrain.core.optional").require("transformers", feature=f"hftrain.{name}", extra="transformers")
+    _imported("hftrain.core.extras").require("transformers", feature=f"hftrain.{name}", extra="transformers")
     try:
         return getattr(_imported(home), name)
     except (ImportError, AttributeError) as error:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hftrain.checkpoint.geometry import BatchGrid, check_resumable, convert_position
+from hftrain.checkpoint.fitting import BatchGrid, check_resumable, convert_position
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
-from hftrain.core.progress import Progress
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng
+from hftrain.core.state import Progress
 from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed
 from hftrain.data.sharding import ShardPlan, end_workers

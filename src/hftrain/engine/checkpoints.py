@@ -10,22 +10,23 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.geometry import check_equal, check_resumable
-from hftrain.checkpoint.layout import rng_name
+from hftrain.checkpoint.fitting import check_equal, check_resumable, restoring
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
-from hftrain.checkpoint.shared_folder import check_shared_folder
+from hftrain.checkpoint.manifest import read_manifest, rng_name
 from hftrain.checkpoint.state_files import (
+    Entry,
+    Registry,
+    Scope,
     as_it_is,
     capture_own,
     capture_shards,
     load_own,
     readers_of,
     restore_schedule,
+    training_entries,
 )
 from hftrain.checkpoint.weights import load_weights, save_weights
+from hftrain.checkpoint.writer import check_shared_folder
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.seed import restore_rng
 from hftrain.core.types import Owns

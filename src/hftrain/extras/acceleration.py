@@ -9,8 +9,8 @@ import torch
 
 from hftrain.adapter.data import read_accelerator_config
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.accelerate_state import accelerate_state, tell_accelerate_sync
 from hftrain.core.errors import ConfigError, StrategyError, TaskError
+from hftrain.core.launcher import accelerate_state, tell_accelerate_sync
 from hftrain.core.log import warn_once
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Owns

@@ -12,7 +12,7 @@ from torch import nn
 
 from hftrain.checkpoint.weights import add_tied, open_weights
 from hftrain.core.errors import CheckpointError, ConfigError, listed
-from hftrain.core.meta import attach_stored, weightless
+from hftrain.core.parameters import attach_stored, weightless
 from hftrain.core.seed import preserved_rng
 from hftrain.core.types import StoredTensor
 

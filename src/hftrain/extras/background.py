@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from hftrain.checkpoint.adapters import saves_adapters
-from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.state_files import Keep, capture_shards
-from hftrain.checkpoint.writer import Captured, CheckpointWriter
+from hftrain.checkpoint.weights import saves_adapters
+from hftrain.checkpoint.writer import Captured, CheckpointWriter, saves_at_all
 from hftrain.core.devices import has_own_queue
 from hftrain.core.errors import CheckpointError, explain
 from hftrain.core.log import get_logger

@@ -9,8 +9,7 @@ from typing import Any
 from hftrain.callbacks.base import CallbackResult, ExportableState, Metrics, TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 
 
 class EarlyStoppingCallback(TrainerCallback, ExportableState):

@@ -14,9 +14,17 @@ from typing import Any
 
 import torch
 
-from hftrain.checkpoint.geometry import BatchGrid
-from hftrain.checkpoint.layout import ARGUMENTS, MANIFEST, OPTIMIZER, SCHEDULER, TRAINER_STATE, UNCOMMITTED, rng_name
-from hftrain.checkpoint.manifest import Manifest
+from hftrain.checkpoint.fitting import BatchGrid
+from hftrain.checkpoint.manifest import (
+    ARGUMENTS,
+    MANIFEST,
+    OPTIMIZER,
+    SCHEDULER,
+    TRAINER_STATE,
+    UNCOMMITTED,
+    Manifest,
+    rng_name,
+)
 from hftrain.checkpoint.state_files import load_part, load_process_state, load_trainer_state
 from hftrain.core.errors import CheckpointError
 from hftrain.core.state import TrainerState

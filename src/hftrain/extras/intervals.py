@@ -12,8 +12,7 @@ from hftrain.callbacks.base import ExportableState, TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.lengths import Length
 from hftrain.core.log import get_logger
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 
 logger = get_logger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from hftrain.core.errors import ConfigError, check_known
+from hftrain.core.extras import require
 from hftrain.core.log import warn_once
-from hftrain.core.optional import require
 from hftrain.task.introspect import base_model, is_transformers_like
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hftrain.core.errors import ConfigError
 from hftrain.data.datasets import has_length, has_state, preserved_data
 from hftrain.data.feed import TrainFeed
-from hftrain.data.limits import Limits
+from hftrain.data.loaders import Limits
 
 
 class SetLimits(Limits):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hftrain.core.optional import require
+from hftrain.core.extras import require
 
 _SAMPLE_INTERVAL_S = 0.005
 

@@ -16,8 +16,7 @@ from torch import nn
 from hftrain.arguments.training import Seq2SeqTrainingArguments
 from hftrain.core.elsewhere import names_elsewhere
 from hftrain.core.errors import HFTrainError, TaskError, listed, suggest
-from hftrain.core.frames import raising_line
-from hftrain.core.notes import add_note, describe, facts_of
+from hftrain.core.notes import add_note, describe, facts_of, raising_line
 from hftrain.core.signatures import plain_signature
 from hftrain.core.tree import is_samples
 from hftrain.data.datasets import has_length

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.writer import SavePolicy
 from hftrain.core.errors import ConfigError, TaskError, a_kind, check_known
 from hftrain.core.signatures import check_overrides
 from hftrain.core.types import Owns

@@ -16,8 +16,7 @@ from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.core.tree import is_cache
 from hftrain.data.samplers import reading_order
 from hftrain.data.sharding import takes_turns

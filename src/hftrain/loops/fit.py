@@ -14,8 +14,7 @@ from torch import nn
 
 from hftrain.core.errors import TaskError
 from hftrain.core.notes import keep_facts
-from hftrain.core.progress import Progress, TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import Progress, TrainerControl, TrainerState
 from hftrain.core.tree import batch_size_of
 from hftrain.loops.contract import Loop
 from hftrain.loops.window import LossWindow

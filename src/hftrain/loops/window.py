@@ -12,7 +12,7 @@ import torch
 from hftrain.core.errors import TaskError
 from hftrain.core.log import warn_once
 from hftrain.core.notes import describe
-from hftrain.core.progress import WindowState
+from hftrain.core.state import WindowState
 from hftrain.core.tree import map_tensors
 
 # Number of losses collected before they are summed. It is constant, so that a resumed sum is bit-identical.

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, MissingDependencyError
+from hftrain.core.extras import require
 from hftrain.core.log import warn_once
-from hftrain.core.optional import require
 from hftrain.core.registry import Registry
 from hftrain.optim.fused import can_fuse, check_fusible, fit_gradients, fit_moments
 from hftrain.optim.groups import parameter_groups

@@ -10,14 +10,44 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger
 from hftrain.core.preserve import temporarily
-from hftrain.core.progress import Progress
-from hftrain.preemption.board import Board
+from hftrain.core.state import Progress
 from hftrain.preemption.grace import end_process
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+
+class Board:
+    """A key-value board that any process may write and read at any time and from any thread.
+
+    A collective needs all processes at the same call, which a signal handler or background writer cannot ensure.
+
+    Args:
+        store: The processes' shared store; None for a single process.
+    """
+
+    def __init__(self, store: Store | None = None) -> None:
+        self._store = store
+        self._notes: dict[str, str] = {}
+
+    def post(self, key: str, text: str) -> None:
+        """Write a note; replaces an earlier one with the same key."""
+        if self._store is None:
+            self._notes[key] = text
+        else:
+            self._store.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """Return a note, or None if it has not been written; does not wait."""
+        if self._store is None:
+            return self._notes.get(key)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
 
 logger = get_logger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from hftrain.core.frames import user_line, waits_for_others
 from hftrain.core.log import get_logger
+from hftrain.core.notes import user_line, waits_for_others
 
 logger = get_logger(__name__)
 

@@ -16,9 +16,8 @@ from hftrain.core.extras import extra
 from hftrain.core.notes import describe
 from hftrain.data.collators import default_data_collator
 from hftrain.data.columns import known_columns
-from hftrain.data.datasets import has_length, needs_own_loader
-from hftrain.data.eval_sets import EvalSet
-from hftrain.data.limits import Limits
+from hftrain.data.datasets import EvalSet, has_length, needs_own_loader
+from hftrain.data.loaders import Limits
 from hftrain.task.introspect import forward_parameters
 from hftrain.task.model_task import ModelTask
 from hftrain.task.module import TaskModule

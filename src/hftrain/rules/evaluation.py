@@ -14,10 +14,9 @@ from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger
 from hftrain.core.signatures import accepts
 from hftrain.core.types import Owns
-from hftrain.data.datasets import has_length
-from hftrain.data.eval_sets import EvalSet
+from hftrain.data.datasets import EvalSet, has_length
 from hftrain.data.loaders import build_loader
-from hftrain.rules.functions import check_call
+from hftrain.rules.task import check_call
 from hftrain.strategies.base import Strategy
 from hftrain.task.introspect import base_model
 from hftrain.task.model_task import ModelTask

@@ -13,8 +13,8 @@ from torch import nn
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.base import ExportableState
 from hftrain.checkpoint.fitting import group_settings
-from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.weights import check_saveable
+from hftrain.checkpoint.writer import SavePolicy
 from hftrain.core.errors import CheckpointError, ConfigError, refuse
 from hftrain.core.notes import describe
 from hftrain.storage.tensors import plain_containers

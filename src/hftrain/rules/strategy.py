@@ -9,9 +9,8 @@ import torch
 
 from hftrain.adapter.data import read_accelerator_config, refused_key, syncs_each_batch
 from hftrain.arguments.training import TrainingArguments
-from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, Row, refuse
-from hftrain.core.launcher import read_launch
+from hftrain.core.launcher import accelerate_state, read_launch
 from hftrain.core.signatures import check_overrides
 from hftrain.core.types import Owns
 from hftrain.storage.files import check_url, is_url

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.checkpoint.manifest import checkpoint_name
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.state import TrainerState
 from hftrain.optim.schedules import follows_metric

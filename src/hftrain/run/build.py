@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import cast
 
-from hftrain.adapter.data import data_seed
 from hftrain.arguments.enums import DebugOption
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.layout import is_foreign
+from hftrain.checkpoint.manifest import is_foreign
 from hftrain.core.extras import extra
-from hftrain.core.progress import expects_save
 from hftrain.loops.fit import FitLoop
 from hftrain.preemption.grace import GracePeriod
 from hftrain.run.contents import Contents
 from hftrain.run.counting import RunCounts
-from hftrain.run.data import RunData
-from hftrain.run.parts import RunParts, make_manager
+from hftrain.run.parts import RunData, RunParts, make_manager
 from hftrain.run.plan import plan_run, start_state
 from hftrain.run.ready import check_schedule, making_ready
 from hftrain.run.run import Run
@@ -43,19 +39,13 @@ def open_run(parts: RunParts, resume: Path | None) -> Iterator[Run]:
 
 
 def _build(parts: RunParts, resume: Path | None, stack: ExitStack) -> Run:
-    args, strategy, trainer = parts.args, parts.strategy, parts.trainer
+    args, trainer = parts.args, parts.trainer
     loop = parts.loop = cast(FitLoop, parts.loops.get("fit") or FitLoop())
     resume = parts.output.share(resume, is_on_each_node=args.save_on_each_node)
     manager = parts.manager = make_manager(trainer, parts.hooks, parts.output, parts.output.meet())
     model = parts.services.make_model()
     stack.callback(parts.events.close_run)
-    seed, limits = data_seed(args), trainer.limits
-    # The salvage of a failed run stores the state before every step.
-    saves_always = parts.save_policy.on_exception
-    data = parts.data = RunData(
-        parts.services.open_data, strategy, parts.events, seed=seed, limits=limits,
-        expects_save=partial(expects_save, parts.progress, parts.state, saves_always=saves_always),
-    )  # fmt: skip
+    data = parts.data = RunData(parts)
     stack.callback(data.close)
     plan = plan_run(parts, resume, data.feed)
     counts = RunCounts(parts, model)

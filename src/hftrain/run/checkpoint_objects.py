@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from hftrain.checkpoint.fitting import check_optimizer, check_state, group_settings, restoring
-from hftrain.checkpoint.layout import DECLARED_OBJECTS, OWN_SHARDS
-from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.manifest import DECLARED_OBJECTS, OWN_SHARDS
 from hftrain.checkpoint.state_files import Keep, Writer
+from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.errors import ConfigError, StrategyError
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once

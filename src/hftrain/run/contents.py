@@ -10,12 +10,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.adapters import saves_adapters
-from hftrain.checkpoint.geometry import check_equal
-from hftrain.checkpoint.layout import DECLARED_OBJECTS, MANIFEST, OUTSIDE_WEIGHTS, SCHEDULER, is_foreign
-from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.registry import Entry, Registry, Scope, training_entries
-from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_own, load_own, load_part, restore_schedule
+from hftrain.checkpoint.fitting import check_equal
+from hftrain.checkpoint.manifest import (
+    DECLARED_OBJECTS,
+    MANIFEST,
+    OUTSIDE_WEIGHTS,
+    SCHEDULER,
+    is_foreign,
+    read_manifest,
+)
+from hftrain.checkpoint.state_files import (
+    Entry,
+    Keep,
+    Registry,
+    Scope,
+    Writer,
+    as_it_is,
+    capture_own,
+    load_own,
+    load_part,
+    restore_schedule,
+    training_entries,
+)
+from hftrain.checkpoint.weights import saves_adapters
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
 from hftrain.core.seed import capture_rng, draw_as_a_loader, preserved_rng, restore_rng

@@ -11,8 +11,8 @@ from torch import nn
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.core.log import warn_once
-from hftrain.core.progress import Progress
 from hftrain.core.seed import preserved_rng
+from hftrain.core.state import Progress
 from hftrain.run.parts import RunParts, Take
 from hftrain.strategies.base import Ranks
 

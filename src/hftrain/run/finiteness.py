@@ -17,10 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.manifest import read_manifest
-from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.manifest import checkpoint_name, read_manifest
 from hftrain.checkpoint.rotation import finite_of, last_finite_name
+from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.errors import NonFiniteError, explain, listed
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.seed import preserved_rng

@@ -8,8 +8,8 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from hftrain.checkpoint.layout import checkpoint_name
-from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.manifest import checkpoint_name
+from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.errors import StrategyError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once

@@ -28,15 +28,12 @@ from typing import Any
 
 import torch
 
-from hftrain.checkpoint.layout import JOURNAL
-from hftrain.checkpoint.manifest import PACKAGES
+from hftrain.checkpoint.manifest import JOURNAL, PACKAGES
 from hftrain.core.devices import device_name, peak_memory
-from hftrain.core.extras import extra
+from hftrain.core.extras import extra, installed_versions
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
-from hftrain.core.optional import installed_versions
-from hftrain.core.progress import Progress
-from hftrain.core.state import TrainerState
+from hftrain.core.state import Progress, TrainerState
 from hftrain.preemption.signals import TrainingStopped
 from hftrain.run.output import Output
 from hftrain.storage.files import walk_files

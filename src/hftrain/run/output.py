@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.layout import TRAINER_STATE, checkpoint_step
 from hftrain.checkpoint.manager import CheckpointManager
+from hftrain.checkpoint.manifest import TRAINER_STATE, checkpoint_step
 from hftrain.core.errors import CheckpointError, ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger

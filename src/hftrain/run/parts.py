@@ -12,22 +12,25 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from hftrain.adapter.data import data_seed
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.runner import CallbackHandler
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.policy import SavePolicy
-from hftrain.checkpoint.registry import Entry
+from hftrain.checkpoint.state_files import Entry
+from hftrain.checkpoint.writer import SavePolicy
 from hftrain.core.extras import extra
-from hftrain.core.progress import Progress, TrainerControl
 from hftrain.core.signatures import Hooks
-from hftrain.core.state import TrainerState
+from hftrain.core.state import Progress, TrainerControl, TrainerState, expects_save
 from hftrain.core.types import EvalLoopOutput
-from hftrain.data.limits import Limits
+from hftrain.data.feed import TrainFeed
+from hftrain.data.loaders import Limits
+from hftrain.data.samplers import is_rank_aware, samplers_of
+from hftrain.data.sharding import end_workers
+from hftrain.data.states import resumable_loader
 from hftrain.loops.contract import Loop
 from hftrain.loops.fit import FitLoop
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.precision.base import Precision
-from hftrain.run.data import RunData
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output
 from hftrain.run.trained_parameters import TrainedParameters
@@ -35,6 +38,52 @@ from hftrain.step.stepper import StepCalls, Stepper
 from hftrain.strategies.base import Strategy
 from hftrain.task.compilation import Compiler
 from hftrain.task.module import TaskModule
+
+
+class RunData:
+    """Open a run's training data. Collective.
+
+    Attributes:
+        feed: The batches that the loop reads; a loop may replace them.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self.feed = self._open_feed()
+
+    def replace(self, dataset: Any) -> TrainFeed:
+        """Read another dataset from now on; collective."""
+        former_feed, self.feed = self.feed, self._open_feed(dataset)
+        self.feed.take_over(former_feed)
+        self._parts.events.refresh(train_dataloader=self.feed.loader)
+        return self.feed
+
+    def close(self) -> None:
+        """Release the data."""
+        # Persistent workers live as long as their loader, and torch's optimizers keep a frame that refers to it.
+        end_workers(self.feed.loader)
+        self.feed.close()
+
+    def _open_feed(self, *dataset: Any) -> TrainFeed:
+        parts, strategy, seed = self._parts, self._parts.strategy, data_seed(self._parts.args)
+        loader = parts.services.open_data(*dataset)
+        for wrap in parts.events.at_point("wrap_loader"):
+            loader = wrap(loader)
+        loader = resumable_loader(loader, seed=seed, rank=strategy.data.rank)
+        if dataset:
+            end_workers(self.feed.loader)
+        limits, is_always = parts.trainer.limits, parts.save_policy.on_exception  # which stores it before every step
+        make_feed = partial(extra("limits").LimitedFeed, limits=limits) if limits.of_training else TrainFeed
+        is_save_next = partial(expects_save, parts.progress, parts.state, saves_always=is_always)
+        feed: TrainFeed = make_feed(loader, seed=seed, expects_save=is_save_next)
+        if strategy.world_size > 1:
+            gathered = strategy.gather_object([strategy.data.rank, feed.own_seeds])
+            main_seeds, feed.own_seeds = gathered[0][1], next(s for rank, s in gathered if rank == strategy.data.rank)
+            # One order for the ranks that cut it into shares; a loader of this rank's own part keeps its own.
+            if any(map(is_rank_aware, samplers_of(loader))):
+                feed.own_seeds = [*main_seeds, *feed.own_seeds[len(main_seeds) :]]
+        return feed
+
 
 Take = Callable[[Iterator[Any], int, torch.device], tuple[list[Any], Any]]
 

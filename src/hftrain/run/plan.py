@@ -12,19 +12,16 @@ from typing import Any
 
 from hftrain.adapter.data import TrainPlan, data_seed, length_config, read_accelerator_config
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.geometry import BatchGrid, check_resumable, convert_position, steps_left
-from hftrain.checkpoint.layout import ARGUMENTS, is_foreign
+from hftrain.checkpoint.fitting import BatchGrid, check_resumable, convert_position, restoring, steps_left
 from hftrain.checkpoint.manager import CheckpointManager
-from hftrain.checkpoint.manifest import Manifest, read_manifest, refuse_uncommitted
+from hftrain.checkpoint.manifest import ARGUMENTS, Manifest, is_foreign, read_manifest, refuse_uncommitted
 from hftrain.checkpoint.rotation import finite_of
 from hftrain.checkpoint.state_files import load_part, load_trainer_state, readers_of
 from hftrain.core.errors import CheckpointError, ConfigError, a_kind
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
-from hftrain.core.progress import Progress
 from hftrain.core.signatures import Hooks
-from hftrain.core.state import TrainerState
+from hftrain.core.state import Progress, TrainerState
 from hftrain.core.types import Owns
 from hftrain.data.datasets import has_length
 from hftrain.data.feed import TrainFeed

@@ -17,16 +17,16 @@ from torch.optim.lr_scheduler import OneCycleLR
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks.default_flow import DefaultFlowCallback
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
-from hftrain.core.progress import Counter, TrainerControl
+from hftrain.core.state import Counter, TrainerControl
 from hftrain.evaluation.preparation import keeps_cache, switch_cache_off
 from hftrain.loops.fit import AFTER_ACTING, pass_flags
 from hftrain.optim.schedules import follows_metric
-from hftrain.rules.functions import check_optimizer
+from hftrain.rules.task import check_optimizer
 from hftrain.run.parts import RunParts, TrainerHooks
 from hftrain.run.plan import check_same_settings
 from hftrain.run.trained_parameters import TrainedParameters

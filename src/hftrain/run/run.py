@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from hftrain.adapter.data import syncs_each_batch
-from hftrain.arguments.serialization import changed_settings
+from hftrain.arguments.processes import changed_settings
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.writer import saves_at_all
 from hftrain.core.devices import empty_cache
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.metrics import merge_reports, speed_metrics
 from hftrain.core.preserve import temporarily
-from hftrain.core.progress import Progress, check_flags
 from hftrain.core.signatures import call_with
+from hftrain.core.state import Progress, check_flags
 from hftrain.core.types import TrainOutput
 from hftrain.loops.fit import FitConfig, FitHooks, FitParts
 from hftrain.loops.window import as_numbers

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from hftrain.checkpoint.fitting import restoring
-from hftrain.checkpoint.layout import (
+from hftrain.checkpoint.manifest import (
     ARGUMENTS,
     MANIFEST,
     OUTSIDE_WEIGHTS,
@@ -19,15 +19,13 @@ from hftrain.checkpoint.layout import (
     checkpoint_name,
     checkpoint_step,
 )
-from hftrain.checkpoint.policy import saves_at_all
 from hftrain.checkpoint.rotation import Uncommitted
-from hftrain.checkpoint.shared_folder import check_shared_folder
 from hftrain.checkpoint.state_files import Keep, Writer, as_it_is, capture_shards, save_trainer_state
 from hftrain.checkpoint.weights import load_task_state, load_weights, save_task_state, save_weights, with_own_configs
-from hftrain.checkpoint.writer import Captured, CheckpointWriter
+from hftrain.checkpoint.writer import Captured, CheckpointWriter, check_shared_folder, saves_at_all
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger
-from hftrain.core.meta import stored_in
+from hftrain.core.parameters import stored_in
 from hftrain.core.preserve import temporarily
 from hftrain.core.signatures import Hooks
 from hftrain.core.state import HistoryText, TrainerState

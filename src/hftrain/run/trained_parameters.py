@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.adapters import missing_from_adapters, saves_adapters
-from hftrain.checkpoint.layout import OUTSIDE_WEIGHTS
+from hftrain.checkpoint.manifest import OUTSIDE_WEIGHTS
+from hftrain.checkpoint.weights import missing_from_adapters, saves_adapters
 from hftrain.core.errors import CheckpointError, ConfigError, listed
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once

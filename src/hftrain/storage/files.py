@@ -42,18 +42,16 @@ _LEFTOVER = re.compile(
 logger = get_logger(__name__)
 
 
-def check_writable(folder: str | Path) -> None:
+def check_writable(folder: Path) -> None:
     """Create a folder if it does not exist, and check that a file can be written in it."""
-    problem = f"Cannot write to {str(folder)!r}."
-    if _URL.fullmatch(str(folder)) or _SPOILT.fullmatch(str(folder)):
-        raise ConfigError(problem, "This version writes to local folders only.", "Give a path without scheme.")
-    probe = Path(folder) / f"{WRITE_TEST}{secrets.token_hex(4)}"
+    probe = folder / f"{WRITE_TEST}{secrets.token_hex(4)}"
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_text(probe, "test")
         probe.unlink()
     except OSError as error:
-        raise ConfigError(problem, f"{error}.", "Give a folder in which this user may create files.") from error
+        problem, remedy = f"Cannot write to {str(folder)!r}.", "Give a folder in which this user may create files."
+        raise ConfigError(problem, f"{error}.", remedy) from error
 
 
 def appears(path: Path) -> bool:

@@ -22,7 +22,7 @@ from hftrain.core.parameters import load_optimizer_state, whole_shape
 from hftrain.core.signatures import Shown
 from hftrain.core.tree import map_tensors, uncompiled
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
-from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import Board
 from hftrain.strategies.checks import check_whole
 
 if TYPE_CHECKING:

@@ -7,10 +7,12 @@ import functools
 import gc
 import hashlib
 import itertools
+import json
 import os
 import socket
 import sys
 import time
+import uuid
 from datetime import timedelta
 from itertools import chain, zip_longest
 from typing import Any
@@ -22,18 +24,16 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parameter import is_lazy
 
-from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.devices import find_device_type
 from hftrain.core.errors import ConfigError, StrategyError
-from hftrain.core.launcher import announce_launch, read_launch
+from hftrain.core.launcher import accelerate_state, announce_launch, read_launch
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.meta import stored_in
+from hftrain.core.parameters import stored_in
 from hftrain.core.types import PrecisionPolicy
-from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import Board
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.links import link_timeout_s
 from hftrain.strategies.ranks import GroupRanks
-from hftrain.strategies.rendezvous import fresh_place
 from hftrain.strategies.watch import RankWatch
 
 # A backend thread may still hold tensors of the last collective and needs the interpreter to release them. If the
@@ -337,3 +337,44 @@ def check_backend(backend: str, device_type: str) -> None:
             f"This torch cannot exchange {device_type} tensors through it.",
             f"Use one of {usable}.",
         )
+
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+
+
+def fresh_place(store: Store, *, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Agree on an unused prefix of a store. Collective.
+
+    A launcher that restarts failed processes (`torchrun --max-restarts`) may keep its store with stale entries:
+    addresses and error notes of earlier processes. A restart count cannot distinguish them, because launchers on
+    several machines count separately. Instead each process posts a random name, rank 0 proposes the list of names that
+    it finds, and all ranks use the prefix derived from a list once each of them has found its own name in it.
+
+    Raises:
+        StrategyError: Not all processes arrived in time.
+    """
+    board, name = Board(PrefixStore("hftrain/rendezvous", store)), uuid.uuid4().hex
+    board.post(f"name/{rank}", name)
+    deadline_s, pause_s = time.monotonic() + timeout.total_seconds(), _FIRST_PAUSE_S
+    last_names = None
+    while time.monotonic() < deadline_s:
+        if rank == 0:
+            names = [board.read(f"name/{each}") for each in range(world_size)]
+            if None not in names and names != last_names:
+                last_names = names
+                board.post("proposal", json.dumps(names))
+        proposal = json.loads(board.read("proposal") or "[]")
+        if len(proposal) == world_size and proposal[rank] == name:
+            prefix = hashlib.sha256("".join(proposal).encode()).hexdigest()[:16]
+            board.post(f"agrees/{rank}", prefix)
+            if rank == 0 and all(board.read(f"agrees/{each}") == prefix for each in range(world_size)):
+                board.post("agreed", prefix)
+            if board.read("agreed") == prefix:
+                return PrefixStore(f"hftrain/{prefix}", store)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    raise StrategyError(
+        f"Rank {rank} of {world_size} waited for the other processes to start.",
+        f"Not all of them connected within {timeout.total_seconds():g} s.",
+        "Look into the logs of the others, or raise ddp_timeout.",
+    )

@@ -17,9 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hftrain.core.accelerate_state import accelerate_state
 from hftrain.core.errors import ConfigError, StrategyError
-from hftrain.core.launcher import read_launch
+from hftrain.core.launcher import accelerate_state, read_launch
 from hftrain.core.preserve import preserved_signals
 from hftrain.strategies.distributed import spare_forked_processes
 from hftrain.strategies.watch import is_broken_exchange
@@ -88,7 +87,10 @@ def launch(
             rank, failure = error.get_first_failure()
             message: Any = failure.message
             trace = message if isinstance(message, str) else message["extraInfo"]["py_callstack"]
-            rank, trace = _first_failure(notes) or (rank, trace)
+            # The first rank that failed with its own error has noted its traceback.
+            first = min(Path(notes).iterdir(), key=lambda note: int(note.name.split()[0]), default=None)
+            if first is not None:
+                rank, trace = int(first.name.split()[1]), first.read_text(encoding="utf-8")
             raise StrategyError(
                 f"Cannot finish launch({getattr(function, '__name__', function)!s}, num_processes={num_processes}).",
                 f"The process of rank {rank} failed: {trace}",
@@ -115,12 +117,6 @@ def _call(function: Callable[..., T], notes: str, args: tuple[Any, ...], kwargs:
             name = f"{time.monotonic_ns()} {read_launch().rank}"
             Path(notes, name).write_text(traceback.format_exc(), encoding="utf-8")
         raise
-
-
-def _first_failure(notes: str) -> tuple[int, str] | None:
-    """Return the first rank that failed with its own error, and the traceback; None if none was recorded."""
-    first = min(Path(notes).iterdir(), key=lambda note: int(note.name.split()[0]), default=None)
-    return None if first is None else (int(first.name.split()[1]), first.read_text(encoding="utf-8"))
 
 
 def _check(num_processes: int, *, method: str) -> None:

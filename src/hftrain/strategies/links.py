@@ -16,7 +16,7 @@ from typing import Any
 
 from hftrain.core.errors import ConfigError
 from hftrain.core.log import get_logger
-from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import Board
 
 VARIABLE = "HFTRAIN_LINK_TIMEOUT_S"
 _TIMEOUT_S = 30.0

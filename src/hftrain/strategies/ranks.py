@@ -116,7 +116,8 @@ class DataRanks(GroupRanks):
     """One process for each data coordinate of a mesh: those that differ from this one only in the samples they read.
 
     Every process has its own `DataRanks`. The other processes of a data coordinate, which hold other parts of the model
-    or of the sequence, read the same samples and form a `DataRanks` of their own with equal counts.
+    or of the sequence, read the same samples and form a `DataRanks` of their own with equal counts. The strategy's
+    `launch` sets `group`, whose ranks are the data coordinates.
 
     Args:
         whole: All processes, which know the device.
@@ -127,30 +128,10 @@ class DataRanks(GroupRanks):
 
     def __init__(self, whole: Ranks, *, rank: int, world_size: int, copy: int) -> None:
         self._whole, self.rank, self.world_size, self.copy = whole, rank, world_size, copy
-        self._group: ProcessGroup | None = None
-
-    def join(self, group: ProcessGroup) -> None:
-        """Use a process group, whose ranks are the data coordinates, from now on."""
-        self._group = group
 
     @property
     def device(self) -> torch.device:
         return self._whole.device
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The process group.
-
-        Raises:
-            StrategyError: Not launched yet.
-        """
-        if self._group is None:
-            raise StrategyError(
-                f"Cannot exchange values between {self.world_size} data ranks.",
-                "Their process group does not exist yet.",
-                "Call launch() of the strategy first.",
-            )
-        return self._group
 
 
 def _encode(text: str) -> torch.Tensor:

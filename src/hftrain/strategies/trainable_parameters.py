@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
 )
 
 from hftrain.core.errors import StrategyError
-from hftrain.core.progress import Counter
+from hftrain.core.state import Counter
 from hftrain.core.tree import tensors_of
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.watch import Agreement

@@ -16,10 +16,10 @@ from typing import Any
 import torch.distributed as dist
 
 from hftrain.core.errors import StrategyError, listed
-from hftrain.core.frames import user_line, waits_for_others
+from hftrain.core.notes import user_line, waits_for_others
 from hftrain.core.preserve import temporarily
-from hftrain.core.progress import Counter
-from hftrain.preemption.board import Board
+from hftrain.core.state import Counter
+from hftrain.preemption.consensus import Board
 from hftrain.preemption.grace import end_process
 from hftrain.strategies.links import Links
 
@@ -203,7 +203,11 @@ class RankWatch:
             if question != self._last_question:
                 self._last_question = question
                 self._post(f"at {self.rank}", json.dumps([question, *self._place()]))
-            self._do_chore()
+            try:
+                for chore in tuple(self.chores.values()):
+                    chore()
+            except (RuntimeError, OSError):
+                self._is_over.set()
         if self._is_cut and self._is_orphan():
             self._end_line("torchrun, which started it, is gone, and the ranks cannot agree on a last checkpoint")
             end_process(1)
@@ -223,13 +227,6 @@ class RankWatch:
         threading.Thread(target=self._post, args=("failed", failure), daemon=True).start()
         time.sleep(_NOTICE_S)
         end_process(1)
-
-    def _do_chore(self) -> None:
-        try:
-            for chore in tuple(self.chores.values()):
-                chore()
-        except (RuntimeError, OSError):
-            self._is_over.set()
 
     def _ask(self) -> dict[int, Any]:
         """Return the position that each other rank's thread reports; some ranks may not answer in time."""

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, StrategyError
+from hftrain.core.extras import require
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
-from hftrain.core.optional import require
 from hftrain.core.seed import add_generator
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import PrecisionPolicy
@@ -217,8 +217,7 @@ class XLAStrategy(Strategy):
     def model_state(self, model: nn.Module) -> dict[str, Any]:
         """Return the full state in host memory, with tied tensors tied. Ends no step, so RNG states do not change."""
         to_host = cache(lambda tensor: tensor.detach().cpu())
-        state = self.unwrap(model).state_dict(keep_vars=True)
-        return {name: map_tensors(value, to_host) for name, value in state.items()}
+        return {name: map_tensors(value, to_host) for name, value in self.own_state(model).items()}
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         found = super().load_model_state(model, state, strict=strict)

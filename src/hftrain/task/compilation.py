@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, check_known
+from hftrain.core.launcher import is_set, launched
 from hftrain.core.log import warn_once
 from hftrain.core.tree import batch_size_of
-from hftrain.strategies.environment import is_set, launched
 from hftrain.task.model_call import ModelCall
 
 _PREFIX = "ACCELERATE_DYNAMO_"

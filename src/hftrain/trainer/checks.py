@@ -12,24 +12,22 @@ from torch.nn.parameter import is_lazy
 
 from hftrain.adapter.data import TrainPlan, loader_options, shard_plan
 from hftrain.arguments.training import TrainingArguments
-from hftrain.checkpoint.layout import OPTIMIZER
-from hftrain.checkpoint.policy import saves_at_all
+from hftrain.checkpoint.manifest import OPTIMIZER
 from hftrain.checkpoint.state_files import check_complete
-from hftrain.core import replaced
+from hftrain.checkpoint.writer import saves_at_all
+from hftrain.core.elsewhere import warn_of_unread, watched
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra
 from hftrain.core.log import warn_once
 from hftrain.core.seed import preserved_rng
 from hftrain.core.signatures import Hooks
-from hftrain.data.datasets import has_length
-from hftrain.data.eval_sets import EvalSet
+from hftrain.data.datasets import EvalSet, has_length
 from hftrain.data.loaders import build_loader, check_sendable
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
 from hftrain.rules.data import batch_columns, check_inputs, check_with_datasets
 from hftrain.rules.evaluation import check_batches, check_best_metric, check_cadences, check_columns, check_functions
-from hftrain.rules.functions import check_step
 from hftrain.rules.saving import check_save_policy, check_saves
-from hftrain.rules.task import check_copies, check_not_sharded, check_unused_by_task
+from hftrain.rules.task import check_copies, check_not_sharded, check_step, check_unused_by_task
 from hftrain.run.output import Output
 from hftrain.run.parts import TrainerHooks
 from hftrain.run.plan import find_resume
@@ -83,8 +81,8 @@ def check_before_training(
     strategy.check_model(trainer.model)
     _check_run(trainer, hooks, evaluation.sets)
     folder = find_resume(trainer, hooks, output, resume)
-    if replaced.watched:
-        replaced.warn_of_unread(is_resume=folder is not None)
+    if watched:
+        warn_of_unread(is_resume=folder is not None)
     _check_loops(trainer, hooks, data, folder)
     if folder is not None:
         check_complete(folder, OPTIMIZER)

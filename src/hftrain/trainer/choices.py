@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hftrain.adapter.data import non_blocking_copies, resolve_sharing
-from hftrain.adapter.precision import precision_request
-from hftrain.adapter.strategy import forget_devices, note_devices, strategy_request
+from hftrain.adapter.strategy import forget_devices, note_devices, precision_request, strategy_request
 from hftrain.arguments.enums import DebugOption
 from hftrain.arguments.rules import warn_of_idle
 from hftrain.arguments.training import TrainingArguments, resolve

@@ -28,8 +28,7 @@ from hftrain.core.signatures import Hooks, call_with
 from hftrain.data.collators import makes_tensors
 from hftrain.data.columns import RemoveColumnsCollator, TextRemover, known_columns, prune_columns
 from hftrain.data.datasets import has_length
-from hftrain.data.limits import first_batches
-from hftrain.data.loaders import build_loader, default_train_sampler
+from hftrain.data.loaders import build_loader, default_train_sampler, first_batches
 from hftrain.data.seeding import SeededCollator, draws_from_own_seed
 from hftrain.data.sharding import ShardPlan
 from hftrain.rules.data import check_eval_data, check_kind, check_loader, check_one_set, check_train_data

@@ -19,9 +19,8 @@ from hftrain.core.notes import describe
 from hftrain.core.preserve import temporarily
 from hftrain.core.signatures import Hooks
 from hftrain.core.types import EvalLoopOutput, StepOutput
-from hftrain.data.datasets import expected_samples, has_length
-from hftrain.data.eval_sets import EvalSet, is_due, split_eval_sets
-from hftrain.data.limits import first_batches
+from hftrain.data.datasets import EvalSet, expected_samples, has_length, is_due, split_eval_sets
+from hftrain.data.loaders import first_batches
 from hftrain.data.samplers import reading_order
 from hftrain.data.sharding import takes_turns
 from hftrain.evaluation.preparation import generates

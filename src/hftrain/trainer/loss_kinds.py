@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
-from hftrain.checkpoint.registry import Entry, Scope
+from hftrain.checkpoint.state_files import Entry, Scope
 from hftrain.core.errors import TaskError
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.tree import tensors_of

@@ -19,8 +19,7 @@ from hftrain.data.columns import signature_columns
 from hftrain.evaluation.preparation import align_special_tokens
 from hftrain.optim.optimizers import optimizer_from_class
 from hftrain.optim.schedules import ScheduleConfig, build_schedule
-from hftrain.rules.functions import check_optimizer, read_optimizers
-from hftrain.rules.task import check_not_lightning, check_task
+from hftrain.rules.task import check_not_lightning, check_optimizer, check_task, read_optimizers
 from hftrain.run.parts import TrainerHooks, TrainerPart
 from hftrain.strategies.base import has_engine
 from hftrain.task.introspect import base_model, is_on_several_devices

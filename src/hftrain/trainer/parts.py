@@ -7,7 +7,7 @@ from typing import Any
 
 from hftrain.core.extras import extra
 from hftrain.core.signatures import Hooks
-from hftrain.data.eval_sets import EvalSet
+from hftrain.data.datasets import EvalSet
 from hftrain.loops.window import LogWindow, LossWindow
 from hftrain.run.journal import Journal
 from hftrain.run.output import Output

@@ -16,29 +16,26 @@ from hftrain.adapter.data import total_batch_size
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import CallbackHandler, TrainerCallback
 from hftrain.callbacks.logging import RunLogger
-from hftrain.checkpoint.layout import PREFIX_CHECKPOINT_DIR
-from hftrain.checkpoint.policy import SavePolicy
+from hftrain.checkpoint.manifest import PREFIX_CHECKPOINT_DIR
+from hftrain.checkpoint.writer import SavePolicy
 from hftrain.core.devices import move
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.extras import extra
 from hftrain.core.log import get_logger, warn_once
 from hftrain.core.metrics import as_entry, token_speed
 from hftrain.core.notes import keep_facts
-from hftrain.core.progress import TrainerControl
 from hftrain.core.signatures import Hooks
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.core.tree import as_array, map_tensors
 from hftrain.core.types import BestRun, EvalLoopOutput, HPSearchBackend, PredictionOutput, TrainOutput
-from hftrain.data.datasets import num_examples
-from hftrain.data.eval_sets import split_eval_sets
-from hftrain.data.limits import make_limits
+from hftrain.data.datasets import num_examples, split_eval_sets
+from hftrain.data.loaders import make_limits
 from hftrain.evaluation.preparation import cast_inputs
 from hftrain.loops.contract import Loop
 from hftrain.optim.groups import decay_parameter_names
 from hftrain.optim.optimizers import OptimizerConfig
 from hftrain.precision.base import Precision
-from hftrain.rules.constructor import check_model, check_parts, refusing_unknown
-from hftrain.rules.hooks import check_hooks, missing_attribute
+from hftrain.rules.constructor import check_hooks, check_model, check_parts, missing_attribute, refusing_unknown
 from hftrain.run.best import follow_metric
 from hftrain.run.build import open_run
 from hftrain.run.counting import TokenCounter

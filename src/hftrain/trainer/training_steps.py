@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrain.checkpoint.registry import Entry
-from hftrain.core.accelerate_state import tell_accelerate_sync
+from hftrain.checkpoint.state_files import Entry
 from hftrain.core.extras import extra
+from hftrain.core.launcher import tell_accelerate_sync
 from hftrain.core.signatures import Hooks, accepts
 from hftrain.core.types import Owns
 from hftrain.loops.window import LogWindow

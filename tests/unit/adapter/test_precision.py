@@ -9,7 +9,7 @@ import pytest
 from support.tiny import make_arguments
 
 from hftrain import ConfigError
-from hftrain.adapter.precision import precision_request
+from hftrain.adapter.strategy import precision_request
 from hftrain.precision.autocast import AutocastPrecision
 from hftrain.precision.base import FullPrecision
 

@@ -7,8 +7,7 @@ import pytest
 
 from hftrain.callbacks import CallbackHandler
 from hftrain.core.errors import ConfigError
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.extras.early_stopping import EarlyStoppingCallback
 
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from hftrain.callbacks import PrinterCallback
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 
 
 @pytest.mark.parametrize(("is_zero", "printed"), [(True, "{'loss': 0.123456789, 'epoch': 1.0}\n"), (False, "")])

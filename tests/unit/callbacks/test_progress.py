@@ -8,8 +8,7 @@ from support.tiny import Net, make_arguments, make_rows
 
 from hftrain import PrinterCallback, Trainer
 from hftrain.callbacks import CallbackHandler
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.extras.progress.bars import ProgressCallback
 
 

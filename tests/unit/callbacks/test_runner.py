@@ -9,8 +9,7 @@ import pytest
 
 from hftrain.callbacks import CallbackHandler, PrinterCallback, TrainerCallback
 from hftrain.core.errors import CheckpointError
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.extras.early_stopping import EarlyStoppingCallback
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hftrain import TrainerCallback, TrainerState
 from hftrain.callbacks.runner import CallbackHandler
-from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerControl
 
 
 class Hears(TrainerCallback):

@@ -25,7 +25,7 @@ from hftrain import (
     TrainerCallback,
     set_seed,
 )
-from hftrain.checkpoint.layout import DECLARED_OBJECTS
+from hftrain.checkpoint.manifest import DECLARED_OBJECTS
 from hftrain.storage.tensors import load_containers
 from hftrain.strategies import SingleDeviceStrategy
 

@@ -14,7 +14,7 @@ from support.tiny import make_arguments
 from torch import nn
 
 from hftrain import CheckpointError, ConfigError, HFTrainError, TaskModule, Trainer, attach_weights
-from hftrain.core.meta import stored_in
+from hftrain.core.parameters import stored_in
 from hftrain.core.types import PrecisionPolicy
 from hftrain.storage.shards import load_tensors
 from hftrain.storage.tensors import save_tensors

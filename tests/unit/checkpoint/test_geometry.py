@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hftrain.checkpoint.geometry import check_equal, check_resumable
+from hftrain.checkpoint.fitting import check_equal, check_resumable
 from hftrain.core.errors import CheckpointError
 
 SAVED = {

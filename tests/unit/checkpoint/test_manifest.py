@@ -14,7 +14,7 @@ import pytest
 
 from hftrain.checkpoint.manifest import read_manifest, verify, write_manifest
 from hftrain.core.errors import CheckpointError
-from hftrain.core.progress import Progress
+from hftrain.core.state import Progress
 
 FACTS = {
     "progress": Progress(step=5, samples=40).state_dict(),

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from hftrain.checkpoint import rotation
-from hftrain.checkpoint.layout import checkpoint_step
-from hftrain.checkpoint.manifest import _checksum
+from hftrain.checkpoint.manifest import _checksum, checkpoint_step
 from hftrain.checkpoint.rotation import by_commit
 
 CLOCKS = {

@@ -9,8 +9,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from support.remote import URL, failing, listing, read, write
 
 from hftrain import CheckpointError
-from hftrain.checkpoint.layout import MANIFEST
-from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.manifest import MANIFEST, verify
 from hftrain.checkpoint.rotation import UnreachableError
 from hftrain.extras.remote.checkpoints import RemoteCheckpoints
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hftrain.checkpoint.shared_folder import check_shared_folder
+from hftrain.checkpoint.writer import check_shared_folder
 from hftrain.core.errors import ConfigError
 
 

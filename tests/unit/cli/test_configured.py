@@ -16,7 +16,7 @@ from support.tiny import Net, Task, make_data, make_rows, train
 from hftrain import ConfigError, Trainer, TrainingArguments, set_seed
 from hftrain.cli import fit
 from hftrain.cli.commands import main
-from hftrain.cli.yaml_files import YamlFile
+from hftrain.cli.configured import YamlFile
 
 pytest.importorskip("jsonargparse")
 

@@ -105,7 +105,7 @@ def test_mistakes_are_one_line(
 def test_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_foreign(tmp_path, 1, [{"loss": 1.0, "step": 1}])
     absent = type("Absent", (), {"__bool__": lambda _: False, "message": "not installed"})()
-    monkeypatch.setattr("hftrain.core.optional._cache", lambda requirement: absent)
+    monkeypatch.setattr("hftrain.core.extras._cache", lambda requirement: absent)
     with pytest.raises(MissingDependencyError, match=r"pip install 'hftrain\[report\]'"):
         show_curves([str(tmp_path)])
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hftrain import ConfigError
-from hftrain.cli.yaml_files import YamlFile, to_yaml
+from hftrain.cli.configured import YamlFile, to_yaml
 
 yaml = pytest.importorskip("yaml")
 

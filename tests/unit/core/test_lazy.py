@@ -11,7 +11,7 @@ from support.source import handed_on
 
 import hftrain
 from hftrain import MissingDependencyError
-from hftrain.core import optional
+from hftrain.core import extras
 from hftrain.core.lazy import lazy_names
 
 HOMES = handed_on()
@@ -28,8 +28,8 @@ def test_name_is_the_object_of_transformers(name: str) -> None:
 
 def test_name_without_transformers_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr(optional, "_cache", lambda requirement: False)
-    monkeypatch.setattr(optional, "_version", lambda package: None)
+    monkeypatch.setattr(extras, "_cache", lambda requirement: False)
+    monkeypatch.setattr(extras, "_version", lambda package: None)
     for package in ("hftrain", "hftrain.cli"):
         get, _, names = lazy_names(package)
         assert not set(HOMES) & set(names)

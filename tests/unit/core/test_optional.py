@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from hftrain.core.errors import MissingDependencyError
-from hftrain.core.optional import is_available, require
+from hftrain.core.extras import is_available, require
 
 
 def test_package_is_looked_up_without_an_import() -> None:

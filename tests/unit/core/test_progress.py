@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hftrain.core.progress import TrainerControl
+from hftrain.core.state import TrainerControl
 
 
 def test_control_is_stored_in_the_documented_form() -> None:

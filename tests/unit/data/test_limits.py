@@ -7,7 +7,7 @@ from support.stateful import Lines
 from torch.utils.data import DataLoader
 
 from hftrain.core.errors import ConfigError
-from hftrain.data.limits import make_limits
+from hftrain.data.loaders import make_limits
 from hftrain.extras.limits import LimitedFeed
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hftrain import CheckpointError, ConfigError, Engine, HFTrainError
-from hftrain.checkpoint.layout import list_checkpoints
+from hftrain.checkpoint.manifest import list_checkpoints
 from hftrain.precision.registry import precisions
 from hftrain.strategies.single import SingleDeviceStrategy
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hftrain.core.optional import is_available
+from hftrain.core.extras import is_available
 from hftrain.extras.hub.card import CardFacts, write_card
 from hftrain.extras.hub.uploads import REQUIREMENT
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hftrain import StrategyError
-from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import Board
 from hftrain.strategies.ddp import DDPStrategy
 
 

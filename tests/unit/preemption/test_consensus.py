@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from hftrain.core.errors import CheckpointError
-from hftrain.core.progress import Progress
+from hftrain.core.state import Progress
 from hftrain.preemption import consensus
-from hftrain.preemption.board import Board
-from hftrain.preemption.consensus import SAVE, Consensus
+from hftrain.preemption.consensus import SAVE, Board, Consensus
 
 
 def make_consensus(

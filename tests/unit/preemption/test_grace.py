@@ -22,8 +22,7 @@ from support.forked import Ended, run_cases
 from support.tiny import make_resumable
 
 from hftrain import ConfigError, SavePolicy, Trainer, TrainerCallback
-from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.manifest import list_checkpoints, verify
 from hftrain.preemption import consensus, grace
 from hftrain.storage import files
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from hftrain.core.progress import Progress
-from hftrain.preemption.board import Board
-from hftrain.preemption.consensus import Consensus
+from hftrain.core.state import Progress
+from hftrain.preemption.consensus import Board, Consensus
 from hftrain.preemption.signals import SignalHandlers, TrainingStopped
 from hftrain.strategies.single import SingleDeviceStrategy
 

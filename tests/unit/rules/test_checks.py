@@ -12,7 +12,7 @@ from torch import nn
 
 from hftrain import TaskModule, Trainer
 from hftrain.rules.evaluation import best_metric_key
-from hftrain.rules.functions import read_optimizers
+from hftrain.rules.task import read_optimizers
 
 
 def test_model_beside_model_init_is_there_until_training(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from support.tiny import Net, make_arguments, make_rows
 from hftrain import ConfigError, Seq2SeqTrainer, Trainer
 from hftrain.core.elsewhere import names_elsewhere
 from hftrain.core.signatures import call_with
-from hftrain.rules.hooks import HELPERS
+from hftrain.rules.constructor import HELPERS
 
 DOCUMENTED, NEWER = names_elsewhere("trainer_hooks"), names_elsewhere("newer_trainer_hooks")
 UNCALLED = [name for name in DOCUMENTED if not hasattr(Trainer, name)]

@@ -22,8 +22,7 @@ from torch import nn
 
 from hftrain import CheckpointError, ConfigError, SavePolicy, Trainer
 from hftrain.checkpoint import manager, writer
-from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.manifest import list_checkpoints, verify
 from hftrain.run import contents
 from hftrain.run import saving as room
 from hftrain.storage import files

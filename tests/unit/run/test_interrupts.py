@@ -18,8 +18,7 @@ from support.resuming import assert_same, comparable, outcome
 from support.tiny import Noisy, at, make_resumable, make_rows, train
 
 from hftrain import EarlyStoppingCallback, SavePolicy, StrategyError, Trainer, TrainerCallback
-from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.checkpoint.manifest import read_manifest
+from hftrain.checkpoint.manifest import list_checkpoints, read_manifest
 from hftrain.preemption.consensus import Consensus
 from hftrain.preemption.grace import GracePeriod
 from hftrain.preemption.signals import TrainingStopped

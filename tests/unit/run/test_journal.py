@@ -16,7 +16,7 @@ import pytest
 from support.tiny import Task, make_arguments, make_rows
 
 from hftrain import Trainer, TrainerCallback
-from hftrain.checkpoint.layout import JOURNAL
+from hftrain.checkpoint.manifest import JOURNAL
 from hftrain.cli.runs import THROUGHPUT, read_run
 from hftrain.extras.hub.files import output_files
 

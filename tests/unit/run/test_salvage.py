@@ -11,7 +11,7 @@ from support.tiny import Net, Noisy, make_arguments, make_rows
 from torch import nn
 
 from hftrain import SavePolicy, Trainer, TrainerCallback, set_seed
-from hftrain.checkpoint.layout import list_checkpoints
+from hftrain.checkpoint.manifest import list_checkpoints
 
 WHERE = ("take", "forward", "update", "step_end", "evaluate")
 

@@ -15,8 +15,7 @@ from support.tiny import Net, make_rows
 from support.writes import At, Gate, make_trainer, same_files
 
 from hftrain import CheckpointError, SavePolicy, Trainer
-from hftrain.checkpoint.layout import list_checkpoints
-from hftrain.checkpoint.manifest import verify
+from hftrain.checkpoint.manifest import list_checkpoints, verify
 from hftrain.checkpoint.weights import read_weights
 from hftrain.core.signatures import Hooks
 from hftrain.extras import background

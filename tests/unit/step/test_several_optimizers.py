@@ -19,7 +19,7 @@ from hftrain.core.types import Owns
 from hftrain.extras.own_optimizers.by_hand import OptimizersByHand
 from hftrain.extras.own_optimizers.several import Optimizers
 from hftrain.precision.registry import precisions
-from hftrain.rules.functions import read_optimizers
+from hftrain.rules.task import read_optimizers
 from hftrain.step.legality import check_several
 
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from hftrain.core.errors import ConfigError
-from hftrain.strategies.deepspeed.checks import check_buffers, check_keys, check_offload
+from hftrain.strategies.deepspeed.config import check_buffers, check_keys, check_offload
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hftrain.core.devices import find_device_type
-from hftrain.strategies.environment import lacks_processes
+from hftrain.core.launcher import lacks_processes
 
 
 def test_cpu_is_found_when_asked_for() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hftrain import ConfigError
-from hftrain.preemption.board import Board
+from hftrain.preemption.consensus import Board
 from hftrain.strategies.links import VARIABLE, Links, link_timeout_s
 
 

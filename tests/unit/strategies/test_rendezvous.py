@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from hftrain import StrategyError
-from hftrain.strategies.rendezvous import fresh_place
+from hftrain.strategies.distributed import fresh_place
 
 
 def meet(store: Store, *, world_size: int, order: list[int] | None = None) -> list[Store]:

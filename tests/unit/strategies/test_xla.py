@@ -11,7 +11,7 @@ from support.tiny import Net, make_trainer
 
 from hftrain.core import seed
 from hftrain.core.errors import ConfigError, MissingDependencyError, StrategyError
-from hftrain.core.optional import is_available
+from hftrain.core.extras import is_available
 from hftrain.precision.registry import precisions
 from hftrain.step.legality import check_legal
 from hftrain.strategies import xla

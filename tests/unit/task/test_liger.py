@@ -17,7 +17,7 @@ from torch import nn
 
 from hftrain import ConfigError, Trainer
 from hftrain.core.errors import MissingDependencyError
-from hftrain.core.optional import is_available
+from hftrain.core.extras import is_available
 
 
 class Llama(nn.Module):

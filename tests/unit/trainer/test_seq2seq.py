@@ -23,7 +23,7 @@ from hftrain import (
     Trainer,
     TrainingArguments,
 )
-from hftrain.core.optional import is_available
+from hftrain.core.extras import is_available
 from hftrain.strategies.single import SingleDeviceStrategy
 
 PAD, SIZE = 0, 9

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from hftrain.callbacks import TrainerCallback
-from hftrain.checkpoint.policy import SavePolicy
 from hftrain.checkpoint.weights import load_weights
+from hftrain.checkpoint.writer import SavePolicy
 from hftrain.core.devices import device_name, find_device_type
 from hftrain.core.errors import HFTrainError
 from hftrain.core.launcher import read_launch

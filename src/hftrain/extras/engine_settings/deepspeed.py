@@ -12,14 +12,14 @@ from typing import Any
 from hftrain.adapter.data import total_batch_size
 from hftrain.adapter.strategy import DEEPSPEED_LAUNCHED, FSDP_LAUNCHED
 from hftrain.core.errors import ConfigError, clash
+from hftrain.core.extras import is_available
+from hftrain.core.launcher import is_set
 from hftrain.core.log import warn_once
-from hftrain.core.optional import is_available
 from hftrain.core.types import PrecisionPolicy
 from hftrain.precision.base import Precision
 from hftrain.strategies.base import Strategy
 from hftrain.strategies.deepspeed.config import Fill, find
 from hftrain.strategies.deepspeed.strategy import DeepSpeedStrategy
-from hftrain.strategies.environment import is_set
 
 _TRUE_TEXTS = ("1", "true", "yes")
 _HALF_PRECISIONS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}

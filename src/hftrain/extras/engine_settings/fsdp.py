@@ -8,9 +8,8 @@ from typing import Any
 from hftrain.adapter.strategy import FSDP_LAUNCHED
 from hftrain.arguments.normalize import strip_fsdp
 from hftrain.core.errors import ConfigError, check_known, read_json, suggest
-from hftrain.core.launcher import read_launch
+from hftrain.core.launcher import is_set, read_launch
 from hftrain.strategies.checks import warn_of_wrapper
-from hftrain.strategies.environment import is_set
 
 _SHARDINGS = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 _XLA_KEYS = ("xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "xla_fsdp_v2")

@@ -6,10 +6,9 @@ from typing import Any
 
 from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError, suggest
+from hftrain.core.extras import require
 from hftrain.core.log import get_logger
-from hftrain.core.optional import require
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.extras.engine_settings.fsdp import read_fsdp_config
 
 logger = get_logger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hftrain.core.optional import installed_versions
+from hftrain.core.extras import installed_versions
 from hftrain.storage.files import write_text
 
 _BEGIN = "<!-- Written by hftrain. What stands between these two comments is replaced at each push. -->"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hftrain.checkpoint.layout import JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step
+from hftrain.checkpoint.manifest import JOURNAL, MANIFEST, TRAINER_STATE, checkpoint_step
 from hftrain.storage.files import begin, discard, walk_files
 from hftrain.storage.locks import FolderLock
 

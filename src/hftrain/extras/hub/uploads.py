@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hftrain.core.errors import ConfigError
+from hftrain.core.extras import require
 from hftrain.core.log import get_logger
-from hftrain.core.optional import require
 from hftrain.extras.hub.files import drop, drop_abandoned, folder_files, take_snapshot
 from hftrain.storage.locks import FolderLock
 

@@ -14,9 +14,8 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from hftrain.callbacks.base import Metrics, TrainerCallback
-from hftrain.core.optional import is_available
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.extras import is_available
+from hftrain.core.state import TrainerControl, TrainerState
 
 # Without a terminal: the shortest time between two lines, and the largest number of lines.
 PLAIN_INTERVAL_S = 30.0

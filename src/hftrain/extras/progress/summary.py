@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.checkpoint.manifest import checkpoint_name
 from hftrain.core.errors import listed
-from hftrain.core.progress import Progress
+from hftrain.core.state import Progress
 from hftrain.extras.progress.bars import Rows, SummaryCallback, log_texts, number_text, seconds_text
 from hftrain.rules.evaluation import best_metric_key
 from hftrain.run.parts import RunParts

@@ -19,7 +19,7 @@ import torch
 
 from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import TrainerCallback
-from hftrain.checkpoint.layout import checkpoint_name
+from hftrain.checkpoint.manifest import checkpoint_name
 from hftrain.core.devices import empty_cache
 from hftrain.core.errors import TaskError
 from hftrain.core.extras import extra

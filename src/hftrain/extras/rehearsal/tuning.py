@@ -14,8 +14,7 @@ from typing import Any
 
 from hftrain.callbacks import PrinterCallback, TrainerCallback
 from hftrain.core.errors import ConfigError
-from hftrain.core.extras import extra
-from hftrain.core.optional import require
+from hftrain.core.extras import extra, require
 from hftrain.core.preserve import temporarily
 from hftrain.core.seed import preserved_rng
 from hftrain.core.tree import batch_size_of

@@ -7,8 +7,16 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hftrain.checkpoint.layout import MANIFEST, TRAINER_STATE, checkpoint_step
-from hftrain.checkpoint.manifest import Manifest, inner_path, read_manifest, verify, write_manifest
+from hftrain.checkpoint.manifest import (
+    MANIFEST,
+    TRAINER_STATE,
+    Manifest,
+    checkpoint_step,
+    inner_path,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from hftrain.checkpoint.rotation import Checkpoints, LocalCheckpoints, UnreachableError, commit_order
 from hftrain.core.errors import CheckpointError
 from hftrain.core.log import get_logger

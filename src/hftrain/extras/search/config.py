@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hftrain.core.errors import ConfigError, MissingDependencyError, check_known
-from hftrain.core.optional import is_available, require
+from hftrain.core.extras import is_available, require
 from hftrain.core.types import HPSearchBackend
 
 DIRECTIONS = ("minimize", "maximize")

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, TaskError
+from hftrain.core.extras import require
 from hftrain.core.log import warn_once
-from hftrain.core.optional import require
 from hftrain.core.signatures import accepts
 from hftrain.evaluation.preparation import generates
 from hftrain.strategies.base import Strategy

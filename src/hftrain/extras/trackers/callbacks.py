@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from hftrain.callbacks.base import ExportableState, Metrics, TrainerCallback
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.progress import TrainerControl
-from hftrain.core.state import TrainerState
+from hftrain.core.state import TrainerControl, TrainerState
 from hftrain.loggers.base import Logger, RunFacts, numbers_of, regroup
 from hftrain.loggers.handed_on import HandedOnTracker
 from hftrain.loggers.registry import create_logger, installed_tracker

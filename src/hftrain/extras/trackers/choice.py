@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hftrain.core.elsewhere import tracker_of
 from hftrain.core.errors import ConfigError, TaskError
 from hftrain.core.log import get_logger, warn_once
-from hftrain.core.replaced import tracker_of
 from hftrain.extras.trackers.callbacks import TrackerCallback, reports_to_tracker, tracker_callback
 from hftrain.loggers.base import Logger
 from hftrain.loggers.registry import available_loggers

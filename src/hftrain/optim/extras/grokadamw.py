@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError
-from hftrain.core.meta import is_weightless
+from hftrain.core.parameters import is_weightless
 from hftrain.optim.optimizers import OptimizerClass, OptimizerConfig, load, read_options
 
 

@@ -16,17 +16,19 @@ from torch.optim import Optimizer
 
 from hftrain.core.devices import move
 from hftrain.core.errors import StrategyError
+from hftrain.core.extras import require
 from hftrain.core.log import warn_once
-from hftrain.core.optional import require
 from hftrain.core.parameters import is_partitioned
 from hftrain.core.types import Owns, PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.checks import check_trainable
-from hftrain.strategies.deepspeed import zero3
-from hftrain.strategies.deepspeed.checks import check_keys, check_offload, check_with_deepspeed
+from hftrain.strategies.deepspeed import states
 from hftrain.strategies.deepspeed.config import (
     HALVES,
     Fill,
+    check_keys,
+    check_offload,
+    check_with_deepspeed,
     fill,
     find,
     find_auto,
@@ -37,8 +39,6 @@ from hftrain.strategies.deepspeed.config import (
     refused,
     with_preset,
 )
-from hftrain.strategies.deepspeed.engine import LastNorm, forget_groups, join_processes
-from hftrain.strategies.deepspeed.states import is_plain, put_state, split_off, take_state
 from hftrain.strategies.lockstep import SplittingStrategy
 from hftrain.strategies.trainable_parameters import FixedParameters
 
@@ -163,7 +163,7 @@ class DeepSpeedStrategy(SplittingStrategy):
             # DeepSpeed reads it even if no launcher set it.
             os.environ["LOCAL_RANK"], self._sets_local_rank = str(self.local_rank), True
         try:
-            join_processes(device_type=self.device_type, backend=self.backend)
+            states.join_processes(device_type=self.device_type, backend=self.backend)
         except StrategyError:
             self.close()
             raise
@@ -173,7 +173,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         is_over = self._owns_group
         super().close()
         if is_over and "deepspeed" in sys.modules:
-            forget_groups()
+            states.forget_groups()
         if self._sets_local_rank:
             os.environ.pop("LOCAL_RANK", None)
             self._sets_local_rank = False
@@ -285,12 +285,12 @@ class DeepSpeedStrategy(SplittingStrategy):
     def last_norm(self) -> Any:
         """The gradient norm of the last update, read when it is converted to a float; None if unknown."""
         # Stage 0 in float32 does not report the norm.
-        return None if is_plain(self._engine) else LastNorm(self._engine)
+        return None if states.is_plain(self._engine) else states.LastNorm(self._engine)
 
     # -- states --------------------------------------------------------------------------------------------------
 
     def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in zero3.gathered_tensors(self.unwrap(model)):
+        for name, tensor in states.gathered_tensors(self.unwrap(model)):
             yield name, tensor.detach().clone()
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
@@ -308,38 +308,38 @@ class DeepSpeedStrategy(SplittingStrategy):
                 "each process writes its rows to model_shard-*.safetensors, and no model.safetensors is written."
             )
             return {}
-        with zero3.released_parameters(self._engine):
-            return zero3.whole_of(module, is_main=self.is_main)
+        with states.released_parameters(self._engine):
+            return states.whole_of(module, is_main=self.is_main)
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         bare = self.unwrap(model)
         if not is_partitioned(bare) or find(self.config, _GATHERS):
             return None
-        with zero3.released_parameters(self._engine):
-            return zero3.rows_of(bare, rank=self.rank, world_size=self.world_size)
+        with states.released_parameters(self._engine):
+            return states.rows_of(bare, rank=self.rank, world_size=self.world_size)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         bare = self.unwrap(model)
         if is_partitioned(bare):
-            with zero3.released_parameters(self._engine):
-                return zero3.load_whole(bare, state, is_main=self.is_main)
+            with states.released_parameters(self._engine):
+                return states.load_whole(bare, state, is_main=self.is_main)
         return bare.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-        return optimizer.state_dict() if is_plain(self._engine) else take_state(self._engine)
+        return optimizer.state_dict() if states.is_plain(self._engine) else states.take_state(self._engine)
 
     def optimizer_shards(
         self, model: nn.Module, optimizer: Optimizer
     ) -> tuple[dict[str, Any], dict[str, Shard]] | None:
         if self.stage == 0:
             return None
-        return split_off(take_state(self._engine), rank=self.rank, world_size=self.world_size)
+        return states.split_off(states.take_state(self._engine), rank=self.rank, world_size=self.world_size)
 
     def load_optimizer_state(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        if is_plain(self._engine) and "deepspeed" not in state:
+        if states.is_plain(self._engine) and "deepspeed" not in state:
             super().load_optimizer_state(model, optimizer, state)
         else:
-            put_state(self._engine, state, rank=self.rank, world_size=self.world_size)
+            states.put_state(self._engine, state, rank=self.rank, world_size=self.world_size)
 
     # -- implementation ------------------------------------------------------------------------------------------
 
@@ -349,7 +349,7 @@ class DeepSpeedStrategy(SplittingStrategy):
         parameters = None
         if optimizer is None and "optimizer" in config:
             parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        zero3.split_for_nvme(model, config)
+        states.split_for_nvme(model, config)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=config)
         half = next((name for name in HALVES if find(config, f"{name}.enabled")), None)
         if half is not None:

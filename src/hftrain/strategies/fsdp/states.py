@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hftrain.core.errors import CheckpointError
-from hftrain.core.meta import stored_in
-from hftrain.core.parameters import block_of, local_part
+from hftrain.core.parameters import block_of, local_part, stored_in
 from hftrain.core.tree import map_tensors
 from hftrain.core.types import Shard, StoredTensor
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from hftrain.core.errors import ConfigError, listed, suggest
 from hftrain.core.launcher import read_launch
 from hftrain.core.log import get_logger
-from hftrain.core.meta import stored_in
+from hftrain.core.parameters import stored_in
 from hftrain.core.tree import detach
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
@@ -206,16 +206,16 @@ class FSDPStrategy(SplittingStrategy):
         return shards.scale_down(grads, shards.norm_of(grads, norm_type), max_norm).to(self.device)
 
     def model_state(self, model: nn.Module) -> dict[str, Any]:
-        found = shards.gather(self._state(model), device=self.device, keeps=self.is_main)
+        found = shards.gather(self.own_state(model), device=self.device, keeps=self.is_main)
         return detach(found) if self.is_main else {}
 
     def model_shards(self, model: nn.Module) -> dict[str, Shard] | None:
         if self._split_root(model) is None or self._saves_whole():
             return None
-        return shards.pieces(self._state(model), is_main=self.is_main)
+        return shards.pieces(self.own_state(model), is_main=self.is_main)
 
     def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        return shards.whole_tensors(self._state(model), self.device)
+        return shards.whole_tensors(self.own_state(model), self.device)
 
     def load_model_state(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         model = self.unwrap(model)
@@ -310,10 +310,6 @@ class FSDPStrategy(SplittingStrategy):
     def _split_root(self, model: nn.Module) -> nn.Module | None:
         """Return the outermost unit of a sharded model; None if the model is not sharded."""
         return model if isinstance(model, FSDPModule) else None
-
-    def _state(self, model: nn.Module) -> dict[str, Any]:
-        """Return a model's state, sharded tensors as `DTensor` and tied names with the same object. Collective."""
-        return dict(self.unwrap(model).state_dict(keep_vars=True))
 
     def _share_out(self, model: nn.Module) -> None:
         """Share the model in other ways before it is sharded. Mutates it."""

@@ -1,4 +1,4 @@
-"""How one stage of a pipeline runs the model's own code.
+"""How one stage of a pipeline runs the model's own code, and what it sends to the others.
 
 A stage calls the model's own forward with stand-ins for the parts that other stages compute: masks, positions and
 everything that depends on a layer's index are computed by the model itself, from its own inputs, on every stage.
@@ -7,17 +7,63 @@ everything that depends on a layer's index are computed by the model itself, fro
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hftrain.core.errors import StrategyError, listed
 from hftrain.core.tree import map_tensors, tensors_of
 from hftrain.strategies.mesh.cutting import Cut, hollow
-from hftrain.strategies.mesh.links import Links
+from hftrain.strategies.ranks import MemberRanks
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MAX_DIMS = 8
+
+
+class Links:
+    """The connections of a stage to the others; stages are named by their distance."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def exchange(
+        self, sends: Sequence[tuple[torch.Tensor, int]], receives: Sequence[tuple[torch.Tensor, int]]
+    ) -> list[torch.Tensor]:
+        """Send tensors to stages, fill others with what stages send, and return these."""
+        operations = [dist.P2POp(dist.isend, x.contiguous(), self._global(step), self.group) for x, step in sends]
+        operations += [dist.P2POp(dist.irecv, x, self._global(step), self.group) for x, step in receives]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return [x for x, _ in receives]
+
+    def tell(self, hidden: torch.Tensor) -> None:
+        """Send the next stage the dtype and shape of what follows."""
+        header = [_DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape, *[0] * (_MAX_DIMS - hidden.dim())]
+        self.exchange([(torch.tensor(header, device=hidden.device), +1)], [])
+
+    def hear(self, device: torch.device) -> torch.Tensor:
+        """Return a tensor like what the stage before sends next, without content."""
+        header = torch.empty(2 + _MAX_DIMS, dtype=torch.int64, device=device)
+        kind, dims, *shape = self.exchange([], [(header, -1)])[0].tolist()
+        return torch.empty(shape[:dims], dtype=_DTYPES[kind], device="meta")
+
+    def broadcast_object(self, value: Any, device: torch.device) -> Any:
+        """Return the last stage's value, after a JSON round trip."""
+        return MemberRanks(self.group, device).broadcast_object(value, self.size - 1)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the last stage's tensor."""
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, self._global(self.size - 1 - self.rank), self.group)
+        return tensor
+
+    def _global(self, step: int) -> int:
+        return dist.get_global_rank(self.group, self.rank + step)
 
 
 class Stage:

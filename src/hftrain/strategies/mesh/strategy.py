@@ -20,24 +20,22 @@ from torch.optim import Optimizer
 
 from hftrain.core.errors import ConfigError, HFTrainError, StrategyError
 from hftrain.core.launcher import read_launch
-from hftrain.core.meta import is_weightless
 from hftrain.core.notes import add_note
+from hftrain.core.parameters import is_weightless
 from hftrain.core.tree import tensors_of
 from hftrain.core.types import PrecisionPolicy, Shard
 from hftrain.strategies.base import MakeOptimizer, Placed
 from hftrain.strategies.fsdp.states import pieces
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 from hftrain.strategies.mesh.blocks import prove_blocks
-from hftrain.strategies.mesh.context import split_context
+from hftrain.strategies.mesh.context import find_blocks, share_sequence, split_context
 from hftrain.strategies.mesh.layout import Layout, forget_meshes, layout_of
 from hftrain.strategies.mesh.loss import find_head, share_loss
-from hftrain.strategies.mesh.pipeline import Pipeline
+from hftrain.strategies.mesh.moves import Apart, seed_apart
+from hftrain.strategies.mesh.pipeline import Pipeline, StagesScaler, clip_grad_norm, optimizer_pieces, whole_tensors
 from hftrain.strategies.mesh.plans import Placing, find_plan, install, placings
 from hftrain.strategies.mesh.proof import Proof
-from hftrain.strategies.mesh.randomness import Apart, seed_apart
 from hftrain.strategies.mesh.sequence import find_layers
-from hftrain.strategies.mesh.sequence_parallel import find_blocks, share_sequence
-from hftrain.strategies.mesh.staged import StagesScaler, clip_grad_norm, optimizer_pieces, whole_tensors
 from hftrain.strategies.mesh.styles import Colwise, TensorRanks
 from hftrain.strategies.ranks import DataRanks
 
@@ -124,7 +122,7 @@ class MeshStrategy(FSDPStrategy):
     def launch(self) -> None:
         super().launch()
         self._meshes = self.layout.meshes(self.device_type)
-        self._data.join(self._meshes.samples["data"].get_group())
+        self._data.group = self._meshes.samples["data"].get_group()
 
     def close(self) -> None:
         super().close()
@@ -185,7 +183,7 @@ class MeshStrategy(FSDPStrategy):
         if pipeline is None:
             return super().model_shards(model)
         owners, stage = pipeline.plan.owners, pipeline.stage.index
-        own = {name: value for name, value in self._state(model).items() if owners.get(name, (0,))[0] == stage}
+        own = {name: value for name, value in self.own_state(model).items() if owners.get(name, (0,))[0] == stage}
         return pieces(own, is_main=self._is_writer())
 
     def full_tensors(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -278,7 +276,13 @@ class MeshStrategy(FSDPStrategy):
         """Share the model's layers, sequences and stages among the ranks that do not differ in data."""
         meshes, layout = self._meshes, self.layout
         # What refuses a model comes before what changes it.
-        tensor_plan = self._place_layers(model) if layout.tp > 1 else []
+        tensor_plan: list[Placing] = []
+        if layout.tp > 1:
+            mesh = meshes.parameters["tp"]
+            given = self.plan_by_name
+            if given is None and self.parallelize is not None:
+                given = self.parallelize(mesh)
+            tensor_plan = placings(model, find_plan(model, given), layout.tp, given or ())
         shares_sequence = self.sequence_parallel and layout.tp > 1
         parent, layers = find_layers(model, self.layer_classes) if shares_sequence else (model, [])
         blocks = find_blocks(layers, tensor_plan) if shares_sequence else ()
@@ -293,7 +297,6 @@ class MeshStrategy(FSDPStrategy):
             options: Any = {"kind": self.attention, "layer_classes": self.layer_classes, "device": self.device}
             split_context(model, context, multiple=multiple, **options)
         if tensor_plan:
-            mesh = meshes.parameters["tp"]
             ranks = TensorRanks(mesh=mesh, apart=Apart(int(mesh.get_local_rank()), self.device), proof=self._proof)
             inner = replace(ranks)
             if context is None and not shares_sequence:
@@ -307,12 +310,6 @@ class MeshStrategy(FSDPStrategy):
         if head is not None:
             has_parts = any(each.module is head and isinstance(each.style, Colwise) for each in tensor_plan)
             share_loss(model, head, vocabulary=meshes.parameters["tp"] if has_parts else None, sequence=context)
-
-    def _place_layers(self, model: nn.Module) -> list[Placing]:
-        given = self.plan_by_name
-        if given is None and self.parallelize is not None:
-            given = self.parallelize(self._meshes.parameters["tp"])
-        return placings(model, find_plan(model, given), self.layout.tp, given or ())
 
     def _prove_same_batch(self, model: nn.Module) -> None:
         """Check in the first forward pass that the ranks of one data coordinate get the same batch."""

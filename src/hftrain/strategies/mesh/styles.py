@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from hftrain.core.errors import StrategyError
-from hftrain.strategies.mesh.moves import enter, join, leave, scatter_sum, split
+from hftrain.strategies.mesh.moves import Apart, enter, join, leave, scatter_sum, split
 from hftrain.strategies.mesh.proof import Proof
-from hftrain.strategies.mesh.randomness import Apart
 
 # The attribute of a head whose outputs stay parts, because the ranks share the loss.
 SHARES_LOSS = "_shares_loss"

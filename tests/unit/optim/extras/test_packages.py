@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hftrain.core.errors import ConfigError, MissingDependencyError
-from hftrain.core.optional import is_available
+from hftrain.core.extras import is_available
 from hftrain.core.parameters import load_optimizer_state
 from hftrain.optim.extras import packaged
 from hftrain.optim.extras.anyprecision import AnyPrecisionAdamW

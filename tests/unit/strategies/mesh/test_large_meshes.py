@@ -20,10 +20,9 @@ from hftrain.core.types import PrecisionPolicy
 from hftrain.strategies.lockstep import described
 from hftrain.strategies.mesh.cutting import divide
 from hftrain.strategies.mesh.layout import Layout
-from hftrain.strategies.mesh.links import Links
-from hftrain.strategies.mesh.proposal import measure
+from hftrain.strategies.mesh.proposal import Model, measure, trace
+from hftrain.strategies.mesh.stages import Links
 from hftrain.strategies.mesh.strategy import MeshStrategy
-from hftrain.strategies.mesh.tracing import Model, trace
 from hftrain.strategies.registry import create_strategy
 
 fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
