@@ -123,9 +123,9 @@ def _sentence(data: dict[str, Any]) -> str:
 def _metric_of(runs: Sequence[RunRecord], metric: str | None) -> str:
     """Return the name of what is compared; `ConfigError` if one of the runs has not logged it."""
     for run in runs:
-        losses = [name for name in run.metrics() if name != run.subject(name) == "loss"]
+        losses = [name for name in run.metrics if name != run.subject(name) == "loss"]
         metric = metric or ("eval_loss" if "eval_loss" in losses else next(iter(losses), "eval_loss"))
-        check_known(metric, run.metrics(), f"Cannot compare the {metric} of {run.folder}.", "It has logged none.")
+        check_known(metric, run.metrics, f"Cannot compare the {metric} of {run.folder}.", "It has logged none.")
     return str(metric)
 
 

@@ -61,7 +61,7 @@ def best_of(run: RunRecord) -> Best:
     """Return the best evaluation by `metric_for_best_model`, by default the loss."""
     arguments = run.arguments or {}
     metric = str(arguments.get("metric_for_best_model") or "loss")
-    names = run.metrics()
+    names = run.metrics
     name = metric if metric in names and metric != run.subject(metric) else f"eval_{metric}"
     if name not in names:
         name = next((candidate for candidate in names if candidate != run.subject(candidate) == metric), name)

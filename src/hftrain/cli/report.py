@@ -110,7 +110,7 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     panels: dict[str, dict[str, Any]] = {}
     marks = [mark for number, run in enumerate(runs) for mark in _marks(run, number if len(runs) > 1 else -1)]
     for number, run in enumerate(runs):
-        for metric in run.metrics():
+        for metric in run.metrics:
             subject = run.subject(metric)
             panel = panels.setdefault(subject, {"curves": [], "marks": marks, "notes": []})
             panel["title"] = _TITLES.get(subject, subject)
@@ -124,7 +124,7 @@ def _panels(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
                 steps += ", ..." if len(infinite) > _MAX_NAMED else ""
                 panel["notes"].append(f"{label}: NaN or infinite at step {steps}")
     last_subjects = [*_TITLES]
-    evaluated = {run.subject(name) for run in runs for name in run.metrics() if name != run.subject(name)}
+    evaluated = {run.subject(name) for run in runs for name in run.metrics if name != run.subject(name)}
 
     def order(subject: str) -> tuple[int, int]:
         if subject in last_subjects:
@@ -226,7 +226,7 @@ def _differing(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _evaluations(run: RunRecord) -> dict[str, Any]:
-    names = [name for name in run.metrics() if name != run.subject(name)]
+    names = [name for name in run.metrics if name != run.subject(name)]
     rows: dict[float, dict[str, Any]] = {}
     for name in names:
         for step, value, epoch, _ in run.rows(name):
@@ -280,7 +280,7 @@ def _changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> Iterabl
 def _notes(run: RunRecord) -> Iterable[str]:
     if not run.sessions:
         yield _NO_JOURNAL
-    if not run.metrics():
+    if not run.metrics:
         yield unlogged(run)
     if run.num_earlier:
         yield f"Another run began in this folder before ({run.num_earlier} in all). Only the last one is shown."

@@ -103,10 +103,6 @@ class RunRecord:
     num_earlier: int = 0
     num_unread: int = 0
 
-    def metrics(self) -> list[str]:
-        """Return the names of the logged metrics, in the order of their first values."""
-        return self._metrics
-
     def points(self, metric: str) -> list[Point]:
         """Return (step, value) for each entry with a metric, including NaN and infinite values."""
         return [(step, value) for step, value, *_ in self.rows(metric)]
@@ -125,7 +121,8 @@ class RunRecord:
         return metric.removeprefix(f"{max(prefixes, key=len)}_") if prefixes else metric
 
     @cached_property
-    def _metrics(self) -> list[str]:
+    def metrics(self) -> list[str]:
+        """The names of the logged metrics, in the order of their first values."""
         names = dict.fromkeys(name for _, entry in self.log if TOTAL not in entry for name in entry)
         return [name for name in names if name not in _POSITIONS and not name.endswith(_SPEED_SUFFIXES)]
 
@@ -196,7 +193,7 @@ def chosen_metrics(runs: Sequence[RunRecord], requested: Iterable[str]) -> list[
     Raises:
         ConfigError: No run has logged a requested metric.
     """
-    names = list(dict.fromkeys(name for run in runs for name in run.metrics()))
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
     losses = [name for name in names if any(run.subject(name) == "loss" for run in runs)]
     if len(runs) > FEW_RUNS:
         losses = [name for name in losses if name != "loss"][:1] or losses
@@ -217,9 +214,8 @@ def unlogged(run: RunRecord) -> str:
 
 
 def _short_names(folders: Sequence[str]) -> list[str]:
-    parts = [
-        (folder if is_url(folder) else Path(folder).resolve().as_posix()).rstrip("/").split("/") for folder in folders
-    ]
+    paths = [folder if is_url(folder) else Path(folder).resolve().as_posix() for folder in folders]
+    parts = [path.rstrip("/").split("/") for path in paths]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(path_parts[-length:]) for path_parts in parts]
         if len(set(names)) == len(names):
@@ -249,8 +245,7 @@ def _read(path: Path, folder: str, *, name: str) -> RunRecord:
     journal = _Journal(state.get("log_history", []))
     journal.read(path / JOURNAL)
     if not states and not journal.num_lines:
-        missing = f"It holds no {JOURNAL} or {TRAINER_STATE} that can be read."
-        reason = missing if path.is_dir() else "There is no such folder."
+        reason = f"It holds no readable {JOURNAL} or {TRAINER_STATE}." if path.is_dir() else "There is no such folder."
         raise ConfigError(f"Cannot read a run from {folder!r}.", reason, "Name the output_dir of a run.")
     if not any(entry.keys() - {*_POSITIONS} for _, entry in journal.log if TOTAL not in entry):
         for step, lines in read_ledger(path).items():
@@ -292,11 +287,11 @@ class _Journal:
     def __init__(self, saved: Sequence[Mapping[str, Any]]) -> None:
         self._saved_log = saved  # the log of the newest state: all there is without a journal
         self.num_lines = self.num_unread = self.num_runs = 0
-        self._reset([])
+        self._reset()
         self.log.extend(map(_timed, saved))
 
-    def _reset(self, events: list[dict[str, Any]]) -> None:
-        self.events = events
+    def _reset(self) -> None:
+        self.events: list[dict[str, Any]] = []
         self.log: list[tuple[float, dict[str, float]]] = []
         self.sessions: list[list[Point]] = []
         self._has_ended = False
@@ -314,7 +309,7 @@ class _Journal:
                     line = None  # torn by a kill or a full disk
                 if _is_readable(line):
                     if not self.num_lines:
-                        self._reset([])
+                        self._reset()
                     self.num_lines += 1
                     self._add(line)
                 elif text.endswith("\n"):  # else it is being written
@@ -325,7 +320,7 @@ class _Journal:
         # A run resumed from a checkpoint of another folder is new in this one.
         if event == "begin" and ("earlier" in line or not line.get("resumed_from")):
             self.num_runs += 1
-            self._reset([])
+            self._reset()
         if event == "begin":
             self._begin(line)
         elif event == "log":
