@@ -86,7 +86,7 @@ def test_thinned_curve_keeps_its_extremes() -> None:
     ("words", "message"),
     [
         (["absent"], "There is no such folder. Name the output_dir of a run."),
-        (["."], "It holds no journal.jsonl or trainer_state.json that can be read. Name the output_dir of a run."),
+        (["."], "It holds no readable journal.jsonl or trainer_state.json. Name the output_dir of a run."),
         (["out", "--metric", "losss"], "No run has logged it. Did you mean 'loss'?"),
         (["out", "-o", "curves.jpeg"], "Its suffix is not one of .png, .svg, .pdf."),
     ],
