@@ -164,29 +164,6 @@ def test_the_module_that_differs_on_one_rank_is_named(tmp_path: Path, monkeypatc
     assert (answer.data["step"], answer.data["where"]) == (13, where)
 
 
-@pytest.mark.parametrize(
-    "fault", ["output", *(pytest.param(each, marks=pytest.mark.slow) for each in ("", "gradient"))]
-)
-def test_runs_of_one_and_two_processes_part_by_more_than_rounding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "train.py"]
-    subprocess.run([sys.executable, "train.py", "one", "--plain", "--batch", "10"], check=True, capture_output=True)
-    options = ["--plain", "--batch", "5", "--fault", fault]
-    subprocess.run([*torchrun, "two", *options], check=True, capture_output=True)
-    answer = show_bisect(["one", "two"], output="a")
-    assert answer[0] == "Compared up to rounding, and to step 20, because these differ: strategy, world_size"
-    if fault == "output":
-        assert (answer.data["step"], answer.data["where"]) == (13, "forward, head (Linear)")
-    elif fault == "gradient":
-        assert (answer.data["step"], answer.data["differs"], answer.data["where"]) == (13, ["norm"], None)
-        assert "whose gradients are not compared" in "\n".join(answer)
-    else:
-        assert answer[1] == "The runs are the same up to rounding up to step 20."
-
-
 def collate_but(num: int, rows: list[Any]) -> Any:
     """Leave the last samples out, so that the processes have different numbers of them."""
     return default_data_collator(rows[: len(rows) - num])

@@ -25,7 +25,7 @@ from hftrain.arguments.training import TrainingArguments
 from hftrain.callbacks import PrinterCallback
 from hftrain.cli.answer import Answer
 from hftrain.cli.replay import do_step, ledger_with, run_apart, session_of
-from hftrain.cli.rounding import FACTOR, FLOOR, Perturb
+from hftrain.cli.scripts import Perturb
 from hftrain.core.errors import ConfigError, a_kind, check_known, listed
 from hftrain.core.extras import require
 from hftrain.core.parameters import attention_of
@@ -49,6 +49,8 @@ _DECISIVE = re.compile(
     r"|past_index|per_device_train_batch_size|torch_compile\w*|use_\w+|weight_decay"
 )
 _SETTINGS = [each.name for each in dataclasses.fields(TrainingArguments) if _DECISIVE.fullmatch(each.name)]
+# A tolerance in units of what moved weights change, and the least one, relative to the norm.
+_FACTOR, _FLOOR = 10, 1e-5
 # What in a configuration is a path of the user's, or makes transformers load weights or code.
 _LOADS = re.compile(r"_name_or_path|_?(attn|experts)_implementation\w*|auto_map|use_pretrained_backbone|use_kernels")
 
@@ -257,7 +259,7 @@ def _compared(capsule: Mapping[str, Any], rows: Sequence[Any]) -> str:
     for (name, facts, moved), (other, found, *_) in pairs:
         if name != other:
             return f"FAIL  {name} was expected, and there is {other}"
-        far, limit = _distance(facts, found), max(FACTOR * moved, FLOOR * facts.get("norm", 0.0))
+        far, limit = _distance(facts, found), max(_FACTOR * moved, _FLOOR * facts.get("norm", 0.0))
         if far and not far <= limit:
             was, now = (each.get("sum", each["bits"]) for each in (facts, found))
             return f"FAIL  {name}: {was} was expected, and is {now}, with a tolerance of {limit:.2g}"

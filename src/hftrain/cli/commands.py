@@ -258,8 +258,7 @@ def _add_faults(add: _Adder, folder: object) -> None:
     what = "find the first step, and the first module in it, in which two runs differ"
     part = add.of_run("bisect", what, folder, nargs=2)
     part.add_argument("-o", "--output", metavar="FOLDER", help="a new folder; default: bisect")
-    what = "compare the first N steps; default: all, or 200 if the runs round differently"
-    part.add_argument("--steps", type=int, metavar="N", help=what)
+    part.add_argument("--steps", type=int, metavar="N", help="compare the first N steps; default: all")
     what = "show where the processes of a run stand, which stand apart, and which one the others wait for"
     add.of_run("hangs", what, folder, "They write it on SIGQUIT, in a run with a flight log.")
 

@@ -14,12 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hftrain import compat
 from hftrain.checkpoint.manifest import PACKAGES, checkpoint_name
 from hftrain.cli.answer import Answer
 from hftrain.cli.replay import run_apart
-from hftrain.cli.rounding import Perturb
-from hftrain.cli.scripts import at_training, changed_construction, only_with, redirect, until_training
+from hftrain.cli.scripts import Perturb, at_training, changed_construction, only_with, redirect, until_training
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra, installed_versions, is_available
 from hftrain.core.launcher import read_launch
@@ -116,8 +114,6 @@ def _run_apart(proof: Proof, told: dict[str, Any], legs: Sequence[Leg], processe
 
 def run_legs(folder: str, script: str, arguments: Sequence[str], legs: Sequence[dict[str, Any]]) -> None:
     """Run trainings of a script, each in a folder of its own, in this process and those launched with it."""
-    if is_available("transformers") and legs[0]["name"] != THEIRS:
-        compat.install()  # the script may import transformers' Trainer
     for fields in legs:
         own = Path(folder, fields["name"])
         own.mkdir(exist_ok=True)

@@ -20,7 +20,6 @@ from torch import nn
 from hftrain.checkpoint.manifest import checkpoint_step
 from hftrain.checkpoint.rotation import LocalCheckpoints
 from hftrain.cli.answer import Answer
-from hftrain.cli.rounding import Perturb
 from hftrain.cli.scripts import changed_construction, only_with, redirect, until_training
 from hftrain.core.errors import ConfigError
 from hftrain.core.launcher import read_launch
@@ -84,16 +83,15 @@ def new_folder(path: str, *, what: str) -> Path:
 
 def do_step(
     run: str, step: int, folder: str, *, script: Sequence[str] = (), changes: Mapping[str, Any] | None = None,
-    has_samples: bool = False, unit: float | None = None, look: Callable[[Any], Observer] | None = None,
+    has_samples: bool = False, look: Callable[[Any], Observer] | None = None,
 ) -> Path | None:  # fmt: skip
     """Do a step of a run again, which writes into a folder; return the checkpoint from which, None for the start.
 
-    With `has_samples`, also compute each of its samples alone, see `SampleObserver`. With a `unit`, begin at the start,
-    with changed weights, see `Perturb`. `look` makes another observer, for a Trainer.
+    With `has_samples`, also compute each of its samples alone, see `SampleObserver`. `look` makes another observer, for
+    a Trainer.
     """
     session, launch = session_of(run, step), read_launch()
-    session = session if unit is None else {**session, "begin": 0}
-    start = _checkpoint_before(Path(run).absolute(), step, session) if unit is None else None
+    start = _checkpoint_before(Path(run).absolute(), step, session)
     if launch.world_size != session["world_size"]:
         number = session["world_size"]
         raise ConfigError(
@@ -102,11 +100,10 @@ def do_step(
             f"Run: torchrun --nproc_per_node {number} --no-python hftrain replay ...",
         )
 
-    def observe(trainer: Any) -> list[Any]:
+    def observe(trainer: Any) -> Observer:
         if look is not None:
-            return [look(trainer)]
-        own = SampleObserver(step, Path(folder), trainer) if has_samples else Observer(step, Path(folder))
-        return [own] if unit is None else [Perturb(unit), own]
+            return look(trainer)
+        return SampleObserver(step, Path(folder), trainer) if has_samples else Observer(step, Path(folder))
 
     script = list(script) or session["command"][1:]
     start = _train(script, session, folder=Path(folder), start=start, step=step, observe=observe, changes=changes or {})
@@ -204,13 +201,13 @@ def _parsed(changes: Sequence[str]) -> dict[str, Any]:
 
 def _train(
     command: Sequence[str], session: Mapping[str, Any], *, folder: Path, start: Path | None, step: int,
-    observe: Callable[[Any], list[Any]], changes: Mapping[str, Any],
+    observe: Callable[[Any], Observer], changes: Mapping[str, Any],
 ) -> Path | None:  # fmt: skip
     """Run a command up to its first training, in a folder, which an observer ends; return from which checkpoint."""
     starts: list[Path | None] = []
 
     def do(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
-        only_with(trainer, FlightLog(), *observe(trainer))
+        only_with(trainer, FlightLog(), observe(trainer))
         given = Path(resume_from_checkpoint if isinstance(resume_from_checkpoint, (str, Path)) else "").absolute()
         starts.append(given if start is None and checkpoint_step(given.name) == session["begin"] else start)
         if starts[0] is not None and not read_launch().rank:  # where SpikeGuard("rewind") looks for it

@@ -7,18 +7,23 @@ import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from hftrain import compat
 from hftrain.arguments.processes import changed_settings
 from hftrain.arguments.training import TrainingArguments
+from hftrain.callbacks.base import TrainerCallback
 from hftrain.core.errors import ConfigError
 from hftrain.core.extras import extra, is_available
 from hftrain.core.preserve import temporarily
+from hftrain.extras.flight.observing import own_part
 from hftrain.trainer.trainer import Trainer
 
 T = TypeVar("T")
@@ -88,19 +93,6 @@ def only_with(trainer: Any, *callbacks: Any, without: type[Any] | tuple[()] = ()
             trainer.add_callback(each)
 
 
-@contextmanager
-def _in_place_of_transformers() -> Iterator[None]:
-    """Let a script, or a library that it uses, import hftrain's Trainer from transformers in the context."""
-    if not is_available("transformers") or resolve_name("transformers:Trainer") is Trainer:
-        yield
-        return
-    compat.install()
-    try:
-        yield
-    finally:
-        compat.uninstall()
-
-
 def at_training(script: str | Path, arguments: Sequence[str], act: Callable[..., T], kind: type[Any] = Trainer) -> T:
     """Run a script up to its first `train()`, and return what `act` returns for its Trainer, which is a `kind`.
 
@@ -112,8 +104,10 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[...,
     found: list[T] = []
     try:
         stopped = until_training(lambda *given, **named: found.append(act(*given, **named)), kind)
-        place = _in_place_of_transformers() if kind is Trainer else nullcontext()
-        with redirect_stderr(StringIO()) as said, place, stopped:
+        with redirect_stderr(StringIO()) as said, ExitStack() as stack, stopped:
+            if kind is Trainer and is_available("transformers") and resolve_name("transformers:Trainer") is not Trainer:
+                compat.install()  # the script, or a library that it uses, may import transformers' Trainer
+                stack.callback(compat.uninstall)
             sys.argv, sys.path[:0] = [str(script), *arguments], [str(Path(script).resolve().parent)]
             runpy.run_path(str(script), run_name="__main__")
     except (Exception, SystemExit):
@@ -126,3 +120,23 @@ def at_training(script: str | Path, arguments: Sequence[str], act: Callable[...,
             "After its name, give the arguments with which it trains.",
         )
     return found[0]
+
+
+@dataclass(eq=False)
+class Perturb(TrainerCallback):
+    """Move every trained parameter up or down by one unit in the last place when training begins.
+
+    Args:
+        unit: Such a unit of 1; at least that of the parameter's own type.
+    """
+
+    unit: float
+
+    @torch.no_grad()
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move them, in all processes alike."""
+        generator = torch.Generator().manual_seed(0)
+        for own in (own_part(each) for each in kwargs["model"].parameters() if each.requires_grad):
+            signs = own.sign().float() * (2 * torch.randint(2, own.shape, generator=generator) - 1).to(own.device)
+            unit = max(self.unit, torch.finfo(own.dtype).eps)
+            own.add_(torch.ldexp(signs * unit / 2, torch.frexp(own.float()).exponent).to(own.dtype))

@@ -59,8 +59,12 @@ class Activity:
                 self._open()
             with sharing_verbosity(), refusing_broadcast():
                 yield
-            if name == "train" and self.depth == 1:
-                self._tell_unread()
+            changed = [each for each in _READ_ONCE if getattr(trainer.args, each) != self._checked_settings[each]]
+            if changed and name == "train" and self.depth == 1:
+                warn_once(
+                    f"{listed(changed)} in args changed during the run, which had read it at its start: it had no "
+                    "effect. Change optimizer.param_groups, the schedule or the attributes of state instead."
+                )
         except Exception as error:
             if isinstance(error, RuntimeError):
                 report_late_ranks(trainer.strategy, error)
@@ -97,16 +101,6 @@ class Activity:
         if vars(self._trainer.args) != self._checked_settings:
             resolve(self._trainer.args)
             self._checked_settings = dict(vars(self._trainer.args))
-
-    def _tell_unread(self) -> None:
-        """Warn of arguments that were assigned during a run, which has read them at its start."""
-        settings = vars(self._trainer.args)
-        names = [name for name in _READ_ONCE if settings[name] != self._checked_settings[name]]
-        if names:
-            warn_once(
-                f"{listed(names)} in args changed during the run, which had read it at its start: it had no effect. "
-                "Change optimizer.param_groups, the schedule or the attributes of state instead."
-            )
 
     def place(self) -> None:
         """Give a model that is not being trained the dtype and the place in which it is evaluated."""
