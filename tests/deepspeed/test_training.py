@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import split_models
 from support.resuming import StopAt
-from support.split_models import check_evaluated, evaluate, told
+from support.split_models import best_comes_back, check_evaluated, evaluate, told
 from support.tiny import make_arguments, make_rows
 from torch import nn
 from torch.utils.data import default_collate
@@ -46,28 +46,11 @@ class Deep(nn.Module):
         return (logits,) if labels is None else (nn.functional.cross_entropy(logits.float(), labels), logits)
 
 
-def make_trainer(
-    folder: str,
-    *,
-    rows: int = 28,
-    stop: int | None = None,
-    strategy: Any = None,
-    precision: Any = None,
-    has_init: bool = False,
-    **options: Any,
-) -> Trainer:
+def make_trainer(folder: str, *, has_init: bool = False, **options: Any) -> Trainer:
     set_seed(7 + int(os.environ.get("RANK", "0")))  # only rank 0's weights may count
-    model = None if has_init else Deep()
-    return Trainer(
-        model,
-        make_arguments(Path(folder), optim="adamw_torch", **options),
-        train_dataset=make_rows(rows),
-        eval_dataset=make_rows(7, seed=2),
-        callbacks=[StopAt(stop)],
-        strategy=strategy,
-        precision=precision,
-        model_init=Deep if has_init else None,
-    )
+    model, init = (None, Deep) if has_init else (Deep(), None)
+    options = {"rows": 28, "optim": "adamw_torch", **options}
+    return split_models.make_trainer(folder, model, model_init=init, **options)
 
 
 def train(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any]:
@@ -308,13 +291,7 @@ def keep_best(folder: str) -> dict[str, bool]:
             f"{folder}/best {name}", per_device_train_batch_size=2, strategy=name, eval_strategy="steps", eval_steps=2,
             save_strategy="steps", save_steps=2, load_best_model_at_end=True, greater_is_better=True, max_steps=8,
         )  # fmt: skip
-        trainer.train()
-        best = trainer.state.best_model_checkpoint
-        assert best is not None
-        assert not best.endswith("-8")
-        expected = read_weights(Path(best))
-        found = trainer.strategy.model_state(trainer.model_wrapped)
-        answers[name] = all(torch.equal(value, expected[key]) for key, value in found.items())
+        answers[name] = best_comes_back(trainer)
     return answers
 
 

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import StopAt
-from support.split_models import check_evaluated, close, evaluate, told
+from support import split_models
+from support.split_models import best_comes_back, check_evaluated, close, evaluate, told
 from support.tiny import make_arguments, make_rows
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hftrain import Trainer, TrainerCallback, set_seed
-from hftrain.checkpoint.weights import read_weights
 from hftrain.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = pytest.mark.distributed
@@ -55,29 +54,12 @@ class Deep(nn.Module):
         return (logits,) if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
 
 
-def make_trainer(
-    folder: str,
-    *,
-    rows: int = 24,
-    stop: int | None = None,
-    strategy: Any = None,
-    precision: Any = None,
-    is_meta: bool = False,
-    **options: Any,
-) -> Trainer:
+def make_trainer(folder: str, *, is_meta: bool = False, **options: Any) -> Trainer:
     rank = int(os.environ.get("RANK", "0"))
     set_seed(7 + rank)  # only rank 0's weights may count
     with torch.device("meta" if is_meta and rank else "cpu"):
         model = Deep()
-    return Trainer(
-        model,
-        make_arguments(Path(folder), **options),
-        train_dataset=make_rows(rows),
-        eval_dataset=make_rows(7, seed=2),
-        callbacks=[StopAt(stop)],
-        strategy=strategy,
-        precision=precision,
-    )
+    return split_models.make_trainer(folder, model, **{"rows": 24, **options})
 
 
 def train(folder: str, *, resume: bool = False, **options: Any) -> dict[str, Any]:
@@ -282,13 +264,7 @@ def keep_best(folder: str) -> bool:
         f"{folder}/best", per_device_train_batch_size=2, strategy="fsdp", eval_strategy="steps", eval_steps=2,
         save_strategy="steps", save_steps=2, load_best_model_at_end=True, learning_rate=0.5, max_steps=8,
     )  # fmt: skip
-    trainer.train()
-    best = trainer.state.best_model_checkpoint
-    assert best is not None
-    assert not best.endswith("-8")
-    expected = read_weights(Path(best))
-    found = trainer.strategy.model_state(trainer.model_wrapped)
-    return all(torch.equal(value, expected[name]) for name, value in found.items())
+    return best_comes_back(trainer)
 
 
 def test_best_model_comes_back_at_the_end(two: list[Any]) -> None:

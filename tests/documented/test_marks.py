@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +40,24 @@ class MarksItself(Divides):
         self.compute_loss_func = MARK
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [(Divides, {"compute_loss_func": MARK}), (DividesAndSaysSo, {}), (MarksItself, {})]
-)
-def test_loss_that_is_marked_as_divided_is_not_divided_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Trainer], options: dict[str, Any]
-) -> None:
-    settings: dict[str, Any] = {"optim": "sgd", "lr_scheduler_type": "constant", "max_steps": 3, "max_grad_norm": 0}
+def check_split(folder: Path, kind: Any, num: int, *, num_rows: int, steps: int, **arguments: Any) -> None:
+    """Train on `num` samples a step, whole with the model's own loss, and in parts of a third with another Trainer."""
+    settings: dict[str, Any] = {"optim": "sgd", "lr_scheduler_type": "constant", "max_steps": steps, "max_grad_norm": 0}
     torch.manual_seed(0)
-    whole = Net()
-    split = Net()
+    whole, split, rows = Net(), Net(), make_rows(num_rows)
     split.load_state_dict(whole.state_dict())
-    rows = make_rows(18)
-    arguments = make_arguments(tmp_path, per_device_train_batch_size=6, **settings)
-    Trainer(whole, arguments, train_dataset=rows).train()
-    arguments = make_arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3, **settings)
-    kind(split, arguments, train_dataset=rows, **options).train()
+    Trainer(whole, make_arguments(folder, per_device_train_batch_size=num, **settings), train_dataset=rows).train()
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **arguments}
+    kind(split, make_arguments(folder, **settings), train_dataset=rows).train()
     for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", [partial(Divides, compute_loss_func=MARK), DividesAndSaysSo, MarksItself])
+def test_loss_that_is_marked_as_divided_is_not_divided_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any
+) -> None:
+    check_split(tmp_path, kind, 6, num_rows=18, steps=3)
     assert not caplog.records
 
 
@@ -78,22 +79,9 @@ class CountsSamples(Trainer):
 
 
 @pytest.mark.parametrize("options", [{}, {"auto_find_batch_size": True}])
-def test_batches_that_are_lists_of_samples_are_weighed_by_their_samples(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    settings: dict[str, Any] = {"optim": "sgd", "lr_scheduler_type": "constant", "max_steps": 1, "max_grad_norm": 0}
-    torch.manual_seed(0)
-    whole, split = Net(), Net()
-    split.load_state_dict(whole.state_dict())
-    rows = make_rows(5)
-    Trainer(whole, make_arguments(tmp_path, per_device_train_batch_size=5, **settings), train_dataset=rows).train()
+def test_batches_that_are_lists_of_samples_are_weighed_by_their_samples(tmp_path: Path, options: Any) -> None:
     # Two and two and one.
-    arguments = make_arguments(
-        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3, **settings, **options
-    )
-    CountsSamples(split, arguments, data_collator=list, train_dataset=rows).train()
-    for mine, theirs in zip(split.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    check_split(tmp_path, partial(CountsSamples, data_collator=list), 5, num_rows=5, steps=1, **options)
 
 
 def test_batches_that_are_lists_of_samples_are_cut_where_memory_runs_out(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
+from support.stateful import Placed
 from support.tiny import Net, Stream, make_arguments, on_tensor_ranks
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
@@ -232,37 +233,20 @@ def test_a_stream_goes_on_at_the_sample(tmp_path: Path, batch: int, workers: int
     assert_each_pass_is_whole(resumed, 2)
 
 
-class Placed(Stream):
-    """A stream that tells where it is, and counts what it reads."""
-
-    def __init__(self, rows: Any) -> None:
-        super().__init__(rows)
-        self.place = self.num_reads = 0
-
-    def __iter__(self) -> Any:
-        while self.place < len(self.rows):
-            self.place += 1
-            self.num_reads += 1
-            yield self.rows[self.place - 1]
-        self.place = 0
+class SizedPlaced(Placed):
+    """It tells where it is, and how long."""
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
 
 
 @pytest.mark.parametrize("batch", [2, 4])
 def test_a_stream_with_a_state_goes_on_from_it(tmp_path: Path, batch: int, caplog: Any) -> None:
     rows = [Counted()[index] for index in range(NUM)]
-    first = make(tmp_path, 2, 1, StopAt(14), data=Placed(rows))
+    first = make(tmp_path, 2, 1, StopAt(14), data=SizedPlaced(rows))
     first.train()
     caplog.clear()
-    resumed = make(tmp_path, batch, data=Placed(rows))
+    resumed = make(tmp_path, batch, data=SizedPlaced(rows))
     resumed.train(resume_from_checkpoint=True)
     assert first.seen[1] + resumed.seen[1] == resumed.seen[2] == list(range(NUM))
     assert resumed.train_dataset.num_reads == NUM - 6 + NUM
@@ -380,7 +364,7 @@ def train_part(
 ) -> tuple[dict[int, list[int]], int]:
     """Train until a step, or to the end; answer with this rank's samples of each pass, and the step reached."""
     rows = [Counted()[index] for index in range(NUM)]
-    data = {"map": Counted(), "sized": Sized(rows), "placed": Placed(rows)}[kind]
+    data = {"map": Counted(), "sized": Sized(rows), "placed": SizedPlaced(rows)}[kind]
     options = {"num_train_epochs": 2, "accelerator_config": {"dispatch_batches": dispatch}, "data": data}
     options["strategy"] = on_tensor_ranks() if mesh else None
     trainer = make(Path(folder), batch, 1, *([] if stop is None else [StopAt(stop)]), **options)

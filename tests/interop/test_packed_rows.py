@@ -9,7 +9,8 @@ import pytest
 import torch
 from packaging.version import Version
 from support.resuming import check_resumes
-from torch.utils.data import ConcatDataset, IterableDataset, get_worker_info
+from support.stateful import Placed
+from torch.utils.data import ConcatDataset
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,26 +45,6 @@ PAIRS = [
     for kind in KINDS
     for attention in ATTENTIONS
 ]
-
-
-class Stream(IterableDataset[Any]):
-    """The documents, as a stream that saves its position and is split among workers."""
-
-    place = 0
-
-    def __iter__(self) -> Any:
-        worker = get_worker_info()
-        mine = DOCUMENTS if worker is None else DOCUMENTS[worker.id :: worker.num_workers]
-        while self.place < len(mine):
-            self.place += 1
-            yield mine[self.place - 1]
-        self.place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
 
 
 def make_model(kind: str = "Llama", attention: str | None = "sdpa", sharp: float = 4.0) -> Any:
@@ -181,7 +162,7 @@ def test_rows_train_as_documents_do_alone_and_as_with_transformers(tmp_path: Pat
 )
 def test_packed_run_resumes_exactly_twice(tmp_path: Path, workers: int, is_stream: bool, packing: str) -> None:
     def trainer(folder: Path, *callbacks: Any) -> Any:
-        source = Stream() if is_stream else DOCUMENTS
+        source = Placed(DOCUMENTS) if is_stream else DOCUMENTS
         return make_trainer(
             folder,
             make_model(),

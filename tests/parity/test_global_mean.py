@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.kinds import NUM_CLASSES, make_rows
 from support.tiny import Rows, Stream, at, make_arguments
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hftrain import Trainer, set_seed
 
-NUM_CLASSES, LENGTH = 5, 6
 # 12 samples a step: of 16 the last step of a pass has 4, so its window is short.
 PER_STEP = 12
 
@@ -140,17 +140,6 @@ KINDS: dict[str, Make] = {
 }
 
 
-def make_rows(num: int = 16) -> Rows:
-    """Return sequences whose numbers of labels differ; some have a single one, whose mean weighs as much as a full."""
-    generator = torch.Generator().manual_seed(5)
-    rows = []
-    for index in range(num):
-        labels = torch.randint(0, NUM_CLASSES, (LENGTH,), generator=generator)
-        labels[2 + index * 5 % (LENGTH - 1) :] = -100
-        rows.append({"x": torch.randn(LENGTH, 3, generator=generator, dtype=torch.float64), "labels": labels})
-    return rows
-
-
 def gradient(kind: str, rows: Rows) -> torch.Tensor:
     """Return the gradient of the mean over all labels of some samples, by hand."""
     set_seed(0)
@@ -191,7 +180,7 @@ def train(kind: str, rows: Rows, folder: str, *, is_stream: bool, **options: Any
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradient_does_not_depend_on_the_split(tmp_path: Path, kind: str, is_stream: bool) -> None:
-    rows = make_rows()
+    rows = make_rows(16)
     expected = expected_gradients(kind, rows, is_stream=is_stream)
     for size, accumulation in ((12, 1), (4, 3), (1, 12)):
         found = train(

@@ -64,17 +64,15 @@ def test_ema_is_that_of_a_loop_by_hand(tmp_path: Path) -> None:
     )
 
 
-def test_swa_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
-    note = Note()
-    trainer = run(tmp_path, SWA(start=5, every=1), note)
-    means = [torch.stack(each).mean(0) for each in zip(*note.weights[4:], strict=True)]
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights(trainer), means, strict=True))
-
-
-def test_swa_averages_at_the_end_of_epochs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("average", "options", "steps"),
+    [(SWA(start=5, every=1), {}, slice(4, None)), (SWA(start=0.5), {"max_steps": 18}, slice(11, None, 6))],
+    ids=["steps", "ends of epochs"],
+)
+def test_swa_is_the_mean_of_the_last_weights(tmp_path: Path, average: SWA, options: Any, steps: slice) -> None:
     note = Note()  # epochs of 6 steps
-    trainer = run(tmp_path, SWA(start=0.5), note, max_steps=18)
-    means = [torch.stack(each).mean(0) for each in zip(note.weights[11], note.weights[17], strict=True)]
+    trainer = run(tmp_path, average, note, **options)
+    means = [torch.stack(each).mean(0) for each in zip(*note.weights[steps], strict=True)]
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights(trainer), means, strict=True))
 
 

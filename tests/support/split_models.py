@@ -7,11 +7,33 @@ from typing import Any
 
 import pytest
 import torch
-from support.resuming import assert_trained
+from support.resuming import StopAt, assert_trained
 from support.tiny import Stream, make_arguments, make_rows, share
 from torch import nn
 
 from hftrain import StepOutput, TaskModule, Trainer, set_seed
+from hftrain.checkpoint.weights import read_weights
+
+
+def make_trainer(
+    folder: str, model: nn.Module | None, *, rows: int, stop: int | None = None, strategy: Any = None,
+    precision: Any = None, model_init: Any = None, **options: Any,
+) -> Trainer:  # fmt: skip
+    """Return a Trainer that evaluates on seven samples, and stops after `stop` steps."""
+    data = {"train_dataset": make_rows(rows), "eval_dataset": make_rows(7, seed=2)}
+    parts = {"strategy": strategy, "precision": precision, "model_init": model_init}
+    return Trainer(model, make_arguments(Path(folder), **options), callbacks=[StopAt(stop)], **data, **parts)
+
+
+def best_comes_back(trainer: Trainer) -> bool:
+    """Train with `load_best_model_at_end`; tell whether the weights at the end are those of an earlier checkpoint."""
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best is not None
+    assert not best.endswith("-8")
+    expected = read_weights(Path(best))
+    found = trainer.strategy.model_state(trainer.model_wrapped)
+    return all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 def told(trainer: Trainer) -> dict[str, Any]:

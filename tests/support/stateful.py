@@ -66,6 +66,28 @@ class StatefulStream(IterableDataset[Row]):
         self._next = 0 if not self.starts_over else self._next
 
 
+class Placed(IterableDataset[Any]):
+    """Rows as a stream that saves its place, is split among workers, and counts what it reads."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.place, self.num_reads = rows, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        mine = self.rows if worker is None else self.rows[worker.id :: worker.num_workers]
+        while self.place < len(mine):
+            self.place += 1
+            self.num_reads += 1
+            yield mine[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 class Lines(IterableDataset[Any]):
     """Knows its place only while it is read.
 

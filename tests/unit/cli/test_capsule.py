@@ -141,6 +141,7 @@ def test_step_with_scaled_losses_without_optimizer(tmp_path: Path) -> None:
 
 
 def test_step_of_a_transformers_model_needs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
     path = train(tmp_path, LLAMA)
     shutil.rmtree(tmp_path / "code")
     monkeypatch.chdir(tmp_path)

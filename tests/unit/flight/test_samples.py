@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.resuming import assert_same, check_resumes, outcome
+from support.stateful import Placed
 from support.tiny import make_rows
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from unit.flight.test_flight import NUM_ROWS, SIZE, lines, make
@@ -27,25 +28,6 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         worker = get_worker_info()
         return iter(ROWS if worker is None else ROWS[worker.id :: worker.num_workers])
-
-
-class Stateful(Stream):
-    """It knows where it is."""
-
-    place = 0
-
-    def __iter__(self) -> Any:
-        rows = list(super().__iter__())
-        for place in range(self.place, len(rows)):
-            self.place = place + 1
-            yield rows[place]
-        self.place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
 
 
 class Counting(Dataset[Any]):
@@ -75,7 +57,7 @@ def told(folder: Path) -> list[Any]:
     return [sample for line in lines(folder) for samples in line["samples"] for sample in samples]
 
 
-@pytest.mark.parametrize("stream", [Stream, Stateful])
+@pytest.mark.parametrize("stream", [Stream, partial(Placed, ROWS)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_of_streams_are_named_and_left_out_by_their_hash(tmp_path: Path, stream: Any, workers: int) -> None:
     run = partial(make, dataloader_num_workers=workers, max_steps=14)
@@ -93,7 +75,7 @@ def test_samples_of_streams_are_named_and_left_out_by_their_hash(tmp_path: Path,
     assert set(told(tmp_path / "some")) == set(HASHES) - set(excluded)
 
 
-@pytest.mark.parametrize("rows", [Stream, Stateful, Counting])
+@pytest.mark.parametrize("rows", [Stream, partial(Placed, ROWS), Counting])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_run_names_and_leaves_out_as_a_whole_one(tmp_path: Path, rows: Any, workers: int) -> None:
     excluded = [4, 17] if rows is Counting else [HASHES[4], HASHES[17]]

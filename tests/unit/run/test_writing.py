@@ -163,20 +163,9 @@ def test_async_error_of_the_last_save_is_raised_at_the_end(tmp_path: Path, monke
         trainer.train()
 
 
-def test_an_error_in_training_waits_for_the_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-
-    def fail() -> None:
-        threading.Timer(0.2, gate.opened.set).start()
-        raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        make_trainer(tmp_path, At(2, do={4: fail}), policy=ASYNC).train()
-    verify(tmp_path / "checkpoint-2")
-
-
-def test_an_error_in_training_comes_before_that_of_the_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_an_error_in_training_waits_for_the_write_and_comes_before_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_refused: bool
 ) -> None:
     gate = Gate(monkeypatch)
 
@@ -184,10 +173,13 @@ def test_an_error_in_training_comes_before_that_of_the_write(
         threading.Timer(0.2, gate.opened.set).start()
         raise ArithmeticError
 
-    refuse_commits(monkeypatch)
+    if is_refused:
+        refuse_commits(monkeypatch)
     with pytest.raises(ArithmeticError):
         make_trainer(tmp_path, At(2, do={4: fail}), policy=ASYNC).train()
-    assert "could not be written in the background" in caplog.text
+    assert ("could not be written in the background" in caplog.text) == is_refused
+    if not is_refused:
+        verify(tmp_path / "checkpoint-2")
 
 
 @pytest.mark.parametrize("resume", [None, True])

@@ -167,16 +167,20 @@ def test_bitsandbytes_keeps_embeddings_in_32_bits(name: str, bits: int) -> None:
     assert optimizer.state[model[1].weight]["state1"].dtype == (torch.uint8 if bits == 8 else torch.float32)
 
 
-@pytest.mark.optimizers
-def test_adalomo_trains_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+def make_lomo(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any]:
     # It runs on CUDA only: here "moving to CUDA" stays where it is, and the rest is the real package.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    return model, build_optimizer(OptimizerConfig(name=name, learning_rate=0.1), model)
+
+
+@pytest.mark.optimizers
+def test_adalomo_trains_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     models = []
     for stop in (4, 2):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        optimizer: Any = build_optimizer(OptimizerConfig(name="adalomo", learning_rate=0.1), model)
+        model, optimizer = make_lomo("adalomo", monkeypatch)
         for step in range(4):
             if step == stop:
                 state = optimizer.state_dict()
@@ -194,14 +198,10 @@ def test_adalomo_trains_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.optimizers
 @pytest.mark.parametrize("name", ["lomo", "adalomo"])
 def test_lomo_steps_after_the_backward_pass_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    # As it does with several processes. "Moving to CUDA" stays where it is, see above.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    # As it does with several processes.
     models = []
     for is_during in (True, False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-        optimizer: Any = build_optimizer(OptimizerConfig(name=name, learning_rate=0.1), model)
+        model, optimizer = make_lomo(name, monkeypatch)
         for step in range(3):
             loss = model(torch.full((2, 3), 0.1 * (step + 1))).square().mean()
             if is_during:
