@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.resuming import StopAt
-from support.tiny import Net, Stream, at, make_arguments, make_rows, make_trainer
+from support.tiny import MapRows, Net, Stream, at, make_arguments, make_rows, make_trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 from hftrain import Seq2SeqTrainingArguments, Trainer, TrainerCallback, set_seed
@@ -21,17 +21,13 @@ from hftrain.core.errors import ConfigError
 pytestmark = pytest.mark.distributed
 
 
-class Counted(Dataset[dict[str, torch.Tensor]]):
+class Counted(MapRows):
     def __init__(self, num: int) -> None:
-        self.rows = make_rows(num)
-        self.num_reads = 0
+        super().__init__(make_rows(num))
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        self.num_reads += 1
-        return self.rows[index]
+    @property
+    def num_reads(self) -> int:
+        return len(self.read)
 
 
 class CountedStream(IterableDataset[dict[str, torch.Tensor]]):

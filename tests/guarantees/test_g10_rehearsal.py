@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.hub_server import running_hub
-from support.tiny import Net, Stream, Task, make_arguments, make_rows
+from support.tiny import MapRows, Net, Stream, Task, make_arguments, make_rows
 
 from hftrain import EarlyStoppingCallback, EvalSet, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 from hftrain.callbacks.base import ExportableState
@@ -216,18 +216,12 @@ def assert_nothing_happened(folder: Path) -> None:
 # -- what needs more than a setting ----------------------------------------------------------------------------------
 
 
-class Opened:
+class Opened(MapRows):
     """A dataset that holds what no other process can be given."""
 
     def __init__(self) -> None:
-        self.rows = make_rows()
+        super().__init__(make_rows())
         self.file = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
 
 
 @pytest.fixture

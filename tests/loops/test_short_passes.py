@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from support.tiny import MapRows, Net, make_arguments, make_rows
+from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from hftrain import Engine, Trainer
 from hftrain.core.errors import TaskError
@@ -16,14 +16,12 @@ from hftrain.core.errors import TaskError
 NUM = 40
 
 
-class Reader(Dataset[Any]):
+class Reader(MapRows):
     """Takes what it gives from an iterator, which may be used up."""
 
     def __init__(self, num: int) -> None:
-        self.rows, self.source = make_rows(NUM), iter(range(num))
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        super().__init__(make_rows(NUM))
+        self.source = iter(range(num))
 
     def __getitem__(self, index: int) -> Any:
         next(self.source)

@@ -8,23 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support.stateful import Lines
-from support.tiny import Net, Rows, Stream, make_arguments, make_rows
+from support.tiny import MapRows, Net, Stream, make_arguments, make_rows
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from hftrain import Trainer, TrainerCallback
-
-
-class Reads(Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        self.read.append(index)
-        return self.rows[index]
 
 
 class Calls(Trainer):
@@ -42,7 +29,7 @@ class Calls(Trainer):
 
 
 def test_hooks_functions_and_data_are_called_for_the_runs_own_batches_only(tmp_path: Path) -> None:
-    data, evaluated, sizes = Reads(make_rows(16)), Reads(make_rows(6, seed=2)), []
+    data, evaluated, sizes = MapRows(make_rows(16)), MapRows(make_rows(6, seed=2)), []
 
     def collate(samples: list[Any]) -> Any:
         sizes.append(len(samples))
@@ -76,7 +63,7 @@ def test_hooks_functions_and_data_are_called_for_the_runs_own_batches_only(tmp_p
     assert sizes == [4, 4, 4, 4, 4, 2]
 
 
-@pytest.mark.parametrize("kind", [Reads, Stream])
+@pytest.mark.parametrize("kind", [MapRows, Stream])
 def test_hooks_that_take_and_count_batches_are_given_some(tmp_path: Path, kind: Any) -> None:
     taken, counted = [], []
 
@@ -94,7 +81,7 @@ def test_hooks_that_take_and_count_batches_are_given_some(tmp_path: Path, kind: 
     Counts(Net(), arguments, train_dataset=kind(make_rows(12))).train()
     assert counted == [2, 1, 2, 1]
     # The end of a stream is not known before it is asked for more.
-    assert taken == ([2, 1, 2, 1] if kind is Reads else [2, 1, 0, 2, 1])
+    assert taken == ([2, 1, 2, 1] if kind is MapRows else [2, 1, 0, 2, 1])
 
 
 class InPass(Dataset[Any]):

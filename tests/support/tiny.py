@@ -57,14 +57,22 @@ class StepEngine(SingleDeviceStrategy):
         return True
 
 
-class Noisy(Dataset[dict[str, torch.Tensor]]):
-    """Samples that draw a random number each time they are read."""
+class MapRows(Dataset[dict[str, torch.Tensor]]):
+    """Map-style data that remembers which samples were read."""
 
     def __init__(self, rows: Rows) -> None:
-        self.rows = rows
+        self.rows, self.read = rows, list[int]()
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.read.append(index)
+        return self.rows[index]
+
+
+class Noisy(MapRows):
+    """Samples that draw a random number each time they are read."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = self.rows[index]

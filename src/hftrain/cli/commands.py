@@ -275,8 +275,7 @@ def _add_plans(add: _Adder, file: object) -> None:
     part.add_argument("--memory", metavar="SIZE", default="80GB", help="the memory of each; default: 80GB")
     what = "how many of them a machine has; default: 8 at most"
     part.add_argument("--gpus-per-machine", type=int, metavar="N", help=what)
-    what = "keep the script's micro-batch and checkpointing, and do not offload"
-    part.add_argument("--as-set", action="store_true", help=what)
+    part.add_argument("--as-set", action="store_true", help="keep its micro-batch and checkpointing; do not offload")
     for each in (estimate, part):
         _complete(each.add_argument("script", help="a Python file that trains"), file)
         each.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")

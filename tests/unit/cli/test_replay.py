@@ -58,8 +58,6 @@ class Net(nn.Module):
             x = torch.tanh(block(x))
         if options.fault in ("gradient", "gradient" + os.environ.get("RANK", "")) and self.steps == 13:
             x.register_hook(lambda gradient: gradient * 1.5)
-        if options.fault == "output" and self.steps == 13:
-            x = x * 1.1
         y = self.head(x).squeeze(1)
         if options.fault == "nan" and self.steps == 13:
             y = y.log()

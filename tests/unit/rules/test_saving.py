@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.tiny import Net, make_arguments, make_rows
+from support.tiny import MapRows, Net, make_arguments, make_rows
 from torch.optim.lr_scheduler import StepLR
 
 from hftrain import CheckpointError, Trainer, TrainerCallback
@@ -38,17 +38,8 @@ class OddState(torch.optim.SGD):
         self.state[self.param_groups[0]["params"][0]]["seen"] = range(3)
 
 
-class OddData:
+class OddData(MapRows):
     """A dataset with a state that cannot be saved."""
-
-    def __init__(self) -> None:
-        self.rows = make_rows()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
 
     def state_dict(self) -> Any:
         return {"rows": range(3)}
@@ -70,7 +61,7 @@ SGD = torch.optim.SGD
 ROW = {"input_ids": torch.arange(8), "labels": torch.arange(8)}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "schedule": ({"optimizer": SGD, "schedule": OddSchedule}, 0),
-    "data": ({"optimizer": SGD, "data": OddData()}, 0),
+    "data": ({"optimizer": SGD, "data": OddData(make_rows())}, 0),
     "setting": ({"optimizer": SGD, "lr": numpy.float32(0.1)}, 0),
     # Its state is there after the first step.
     "optimizer": ({"optimizer": OddState}, 1),
