@@ -19,8 +19,6 @@ _ROUNDING_SETTINGS = ("argument bf16", "argument fp16", "argument tf32", "precis
 def show_bisect(runs: Sequence[str], *, output: str | None = None, steps: int | None = None) -> Answer:
     """Find where two runs part: the first step, and by doing it again in both, the first module.
 
-    `ConfigError` if precision, strategy or number of processes differ.
-
     Args:
         runs: The output folders of two runs with flight logs.
         output: A new folder for what was observed; None: ``bisect``.

@@ -46,7 +46,7 @@ _FILE, _INSTALLED = re.compile(r"(\w[^/\\:\0]*/)*\w[^/\\:\0]*\.py"), re.compile(
 _DECISIVE = re.compile(
     r"adafactor|adam_\w+|average_tokens_across_devices|bf16|fp16\w*|full_determinism|(gradient|activation)_\w+|seed|tf32"
     r"|half_precision_backend|label_\w+|learning_rate|liger_kernel_config|max_grad_norm|neftune_noise_alpha|optim\w*"
-    r"|past_index|per_device_train_batch_size|torch_compile\w*|use_\w+|weight_decay"
+    r"|past_index|per_device_train_batch_size|use_\w+|weight_decay"
 )
 _SETTINGS = [each.name for each in dataclasses.fields(TrainingArguments) if _DECISIVE.fullmatch(each.name)]
 # A tolerance in units of what moved weights change, and the least one, relative to the norm.
@@ -108,6 +108,8 @@ def _captured(run: str, step: int, make: str | None, script: Sequence[str]) -> t
         raise ConfigError(f"Cannot put step {step} of {run} into a file.", why, "Use hftrain replay.")
 
     def look(trainer: Any) -> _StepObserver:
+        if trainer.args.torch_compile:
+            raise ConfigError(f"Cannot look at step {step} of {run}.", "It is compiled.", "Train with eager modules.")
         changed = changed_settings(trainer.args.to_dict(), type(trainer.args))
         capsule["settings"] = {name: changed[name] for name in _SETTINGS if name in changed}
         capsule.update({} if make else _how_made(trainer), command=SECRET.sub(r"\1***", " ".join(sys.argv)))
@@ -190,7 +192,7 @@ def _do_again(capsule: Mapping[str, Any], folder: Path, **options: Any) -> _Step
         own, kept = _weights_of(trainer), given["weights"]
         shapes = [{(name, each.shape) for name, each in tensors.items()} for tensors in (own, kept)]
         if wrong := sorted({name for name, _ in shapes[0] ^ shapes[1]}):
-            why = f"Names or shapes of its tensors are not those of the model: {listed(wrong)}."
+            why = f"Names or shapes of its tensors are not those of the model: {listed([*map(_printable, wrong)])}."
             raise ConfigError("Cannot do the step of the capsule.", why, "Use the code that the run had.")
         for name, each in own.items():
             each.data = kept[name]  # which has its type
@@ -260,7 +262,7 @@ def _compared(capsule: Mapping[str, Any], rows: Sequence[Any]) -> str:
         if name != other:
             return f"FAIL  {name} was expected, and there is {other}"
         far, limit = _distance(facts, found), max(_FACTOR * moved, _FLOOR * facts.get("norm", 0.0))
-        if far and not far <= limit:
+        if far and not far <= limit < math.inf:
             was, now = (each.get("sum", each["bits"]) for each in (facts, found))
             return f"FAIL  {name}: {was} was expected, and is {now}, with a tolerance of {limit:.2g}"
     how = "to the bit" if all(one[1]["bits"] == two[1]["bits"] for one, two in pairs) else "up to rounding"
@@ -268,8 +270,9 @@ def _compared(capsule: Mapping[str, Any], rows: Sequence[Any]) -> str:
 
 
 def _distance(one: Mapping[str, Any], two: Mapping[str, Any]) -> float:
-    """Return how far the sums of two tensors are apart, or infinity if they have none and differ; see `facts_of`."""
-    return 0.0 if one["bits"] == two["bits"] else abs(one.get("sum", math.inf) - two.get("sum", -math.inf))
+    """Return how far the sums of two tensors are apart, or infinity if only one is finite or they have no sums."""
+    far = abs(one.get("sum", math.inf) - two.get("sum", -math.inf))
+    return 0.0 if one["bits"] == two["bits"] else far if one.get("is_finite") == two.get("is_finite") else math.inf
 
 
 def _encode(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> Any:

@@ -210,8 +210,7 @@ def _add_comparison(add: _Adder, folder: object) -> None:
     part.add_argument("--seeds", metavar="SEEDS", help=what)
     what = "the number that is compared, as it was logged last; default: the evaluation loss"
     part.add_argument("--metric", metavar="NAME", help=what)
-    what = "default: as the name of the metric says"
-    part.add_argument("--better", choices=("lower", "higher"), help=what)
+    part.add_argument("--better", choices=("lower", "higher"), help="default: as the name of the metric says")
     what = "a difference that matters, in units of the metric; default: 0"
     part.add_argument("--min-difference", type=float, metavar="X", default=0.0, help=what)
     what = "the folder of the runs that --run trains; those that are there are used; default: compare"
@@ -273,8 +272,7 @@ def _add_plans(add: _Adder, file: object) -> None:
     part = add("plan", "plan:show_plan", what, "The script runs up to its first train(), without weights.")
     part.add_argument("--gpus", type=int, metavar="N", required=True, help="how many GPUs there are in all")
     part.add_argument("--memory", metavar="SIZE", default="80GB", help="the memory of each; default: 80GB")
-    what = "how many of them a machine has; default: 8 at most"
-    part.add_argument("--gpus-per-machine", type=int, metavar="N", help=what)
+    part.add_argument("--gpus-per-machine", type=int, metavar="N", help="how many a machine has; default: 8 at most")
     part.add_argument("--as-set", action="store_true", help="keep its micro-batch and checkpointing; do not offload")
     for each in (estimate, part):
         _complete(each.add_argument("script", help="a Python file that trains"), file)

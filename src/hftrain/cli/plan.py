@@ -97,13 +97,14 @@ def read_model(trainer: Any, *_: Any, **__: Any) -> Model:
         # A mask that hides nothing is not used; one that hides padding takes little.
         inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
     inputs = map_tensors(inputs, lambda tensor: tensor.to("meta"))
+    classes = (args.gradient_checkpointing_kwargs or {}).get("layer_classes")
     try:
         ratio = _state_ratio(model, trainer.create_optimizer())
         if policy.autocast:
             model.to(policy.compute_dtype)
         planned = Model(
             module=model,
-            units=find_units(model, layer_classes=None, min_num_params=0)[::-1],
+            units=find_units(model, layer_classes=classes, min_num_params=0)[::-1],
             sizes=sizes,
             compute_size=policy.compute_dtype.itemsize,
             reduce_size=policy.reduce_dtype.itemsize,
@@ -115,7 +116,7 @@ def read_model(trainer: Any, *_: Any, **__: Any) -> Model:
             recomputes=args.gradient_checkpointing,
         )
         planned.forward()
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ConfigError(
             f"Cannot plan for {type(model).__name__}.",
             f"It cannot compute with shapes alone: {error}",

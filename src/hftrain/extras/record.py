@@ -15,8 +15,8 @@ from hftrain.optim.groups import get_model_param_count
 from hftrain.run.parts import RunParts
 
 _LIMIT_S = 2.0
-# An option that names a secret, and its value.
-SECRET = re.compile(r"(-\S*(?:token|password|api_key)[^\s=]*[ =])\S+", re.IGNORECASE)
+# An option that names a secret, or a URL with one, and its value.
+SECRET = re.compile(r"(?i)(-\S*(?:{0})[ =]|\S*(?:{0})=|://[^\s/:@]+:)\S+".format("token|passw(?:or)?d|secret|key"))
 
 
 def origin_of(parts: RunParts) -> dict[str, Any]:

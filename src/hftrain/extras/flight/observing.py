@@ -134,10 +134,10 @@ def facts_of(tensor: torch.Tensor) -> dict[str, Any]:
     tensor = own_part(tensor)
     facts: dict[str, Any] = {"shape": list(tensor.shape), "bits": tensor_fingerprint(tensor)}
     if tensor.is_floating_point() and tensor.numel():
-        flat = tensor.detach().float().reshape(-1)
+        flat = tensor.detach().float().nan_to_num(0.0, 0.0, 0.0).reshape(-1)  # masks hold infinities on purpose
         norm, waves = float(torch.linalg.vector_norm(flat)), torch.arange(len(flat), device=flat.device).cos()
         facts |= {"max": float(tensor.abs().max()), "norm": norm, "is_finite": bool(tensor.isfinite().all())}
-        facts["sum"] = float(flat @ waves)  # which depends on the order of the elements
+        facts["sum"] = float(flat @ waves)  # of what is finite, which depends on the order of the elements
     return facts
 
 

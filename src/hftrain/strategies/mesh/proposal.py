@@ -309,7 +309,7 @@ def _sizes(
     """Return the bytes of a rank's parameters, of those that train, and what each layer gathers and exchanges."""
     dims = {id(p): each.dims.get(key) for each in placings for key, p in each.module.named_parameters(recurse=False)}
     unit_of = {id(p): index for index, unit in enumerate(model.units) for p in unit.parameters()}
-    total = trainable = 0
+    total, trainable = sum(each.nbytes for each in model.module.buffers()), 0
     units = [[0, 0] for _ in range(len(model.units) + 1)]  # the last one is what is outside of the layers
     for key, parameter in model.module.named_parameters():
         if cut is not None and stage not in cut.owners[key]:
