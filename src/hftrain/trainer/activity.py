@@ -59,8 +59,8 @@ class Activity:
                 self._open()
             with sharing_verbosity(), refusing_broadcast():
                 yield
-            changed = [each for each in _READ_ONCE if getattr(trainer.args, each) != self._checked_settings[each]]
-            if changed and name == "train" and self.depth == 1:
+            asked, settings = _READ_ONCE if name == "train" and self.depth == 1 else (), self._checked_settings
+            if changed := [each for each in asked if getattr(trainer.args, each) != settings[each]]:
                 warn_once(
                     f"{listed(changed)} in args changed during the run, which had read it at its start: it had no "
                     "effect. Change optimizer.param_groups, the schedule or the attributes of state instead."

@@ -59,11 +59,6 @@ class Recording:
         by_rank = {each["data_rank"]: each["samples"].get(str(step), []) for each in self.ranks}
         return Counter(chain(*by_rank.values()))
 
-    def series(self, kind: str) -> list[float]:
-        """Return what a number was in each step that has it."""
-        found = (self.numbers.get((kind, step), {}).get("") for step in self.steps)
-        return [float(each) for each in found if each is not None]
-
 
 def compare(
     one: Recording, two: Recording, counts: Mapping[str, float], *, bound: float, kinds: Iterable[str] = STEP
@@ -295,17 +290,21 @@ class Proof:
         return None
 
     def _rounding(self) -> Difference | str | None:
-        legs = [self.recording(name) for name in ("fp32", "fp32 perturbed", "bf16")]
-        size = 0.0
+        legs, is_logged = [self.recording(name) for name in ("fp32", "fp32 perturbed", "bf16")], False
         for kind in ("loss", "gradient norm"):
             size, limit = 0.0, _LEAST
-            for step, (exact, other, rounded) in enumerate(zip(*(each.series(kind) for each in legs), strict=True), 1):
+            for step in legs[0].steps:
+                values = [each.numbers.get((kind, step), {}).get("") for each in legs]
+                if any(each is None for each in values):
+                    continue
+                exact, other, rounded = map(float, values)  # type: ignore[arg-type]
                 size = max(size, abs(exact))  # a gradient that vanishes is a difference of large ones
-                limit = max(limit, _FACTOR * abs(other - exact) / size)
+                is_logged |= size > 0
+                limit = max(limit, _FACTOR * abs(other - exact) / size if size else 0.0)
                 if not abs(rounded - exact) <= limit * size:
                     how = f"is {rounded:.6g}, and {exact:.6g} in fp32: rounding explains {limit * size:.1e}"
                     return Difference(step, kind, how)
-        return None if size else "No loss was logged."
+        return None if is_logged else "No loss was logged."
 
     def _seen(self, fault: str) -> Difference | str:
         """Return in what a training with a planted fault differs, or why that cannot be seen."""
